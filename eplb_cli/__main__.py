@@ -1,0 +1,5 @@
+"""`python -m eplb_cli` is `eplb`."""
+
+from eplb_cli.cli import run
+
+run()

@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors headers and index, model families, rewriting, verification."""

@@ -1,0 +1,18 @@
+"""Options that several commands share, spelled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eplb_cli.console import OutputFormat
+
+__all__ = ["ForceOption", "FormatOption", "OutputOption"]
+
+FormatOption = Annotated[
+    OutputFormat, typer.Option("--format", help="human: tables; json: one object on stdout; quiet: nothing on stdout.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the output when it exists.")]
+OutputOption = Annotated[Path, typer.Option("-o", "--output", help="Where to write the result.")]

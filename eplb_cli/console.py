@@ -1,0 +1,86 @@
+"""The one place that prints: results to stdout; notes, warnings, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from eplb_cli.errors import EplbError
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.console import RenderableType
+    from rich.progress import Progress
+
+__all__ = ["Console", "OutputFormat", "print_error"]
+
+
+class OutputFormat(StrEnum):
+    """What a command writes to stdout."""
+
+    human = "human"
+    json = "json"
+    quiet = "quiet"
+
+
+def print_error(error: EplbError) -> None:
+    """Write an error, and its next step when there is one, to stderr as plain lines."""
+    sys.stderr.write(f"Error: {error}\n")
+    if error.hint:
+        sys.stderr.write(f"Hint: {error.hint}\n")
+
+
+class Console:
+    """Output of one command run.
+
+    `human` prints tables and text, `json` one object and nothing else on stdout, `quiet` nothing on stdout.
+    Notes go to stderr in human mode only; warnings always do.
+    """
+
+    def __init__(self, output_format: OutputFormat) -> None:
+        self.output_format = output_format
+
+    @property
+    def is_human(self) -> bool:
+        """True when people, not programs, read stdout."""
+        return self.output_format is OutputFormat.human
+
+    def result(self, data: Mapping[str, Any], *renderables: RenderableType) -> None:
+        """Print the command's result: `data` as one JSON object, or `renderables` for people."""
+        if self.output_format is OutputFormat.json:
+            # allow_nan=False: a NaN among the figures is a defect, not a value.
+            sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+        elif self.is_human:
+            rich_console = _rich(stderr=False)
+            for renderable in renderables:
+                rich_console.print(renderable)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """A remark for people, to stderr."""
+        if self.is_human:
+            sys.stderr.write(f"{text}\n")
+
+    def warn(self, text: str) -> None:
+        """A warning, to stderr in every mode."""
+        sys.stderr.write(f"Warning: {text}\n")
+
+    @contextmanager
+    def progress(self, *columns: Any) -> Iterator[Progress]:
+        """A rich progress display on stderr, shown only to people on a terminal."""
+        from rich.progress import Progress
+
+        show = self.is_human and sys.stderr.isatty()
+        default = Progress.get_default_columns()
+        with Progress(*(columns or default), console=_rich(stderr=True), transient=True, disable=not show) as progress:
+            yield progress
+
+
+def _rich(*, stderr: bool) -> RichConsole:
+    from rich.console import Console as RichConsole
+
+    return RichConsole(stderr=stderr, highlight=False)

@@ -1,0 +1,1 @@
+"""One module an engine: a Placement to its placement file, and back."""

@@ -1,0 +1,272 @@
+"""ExpertLoads: how many tokens each logical expert served, per window of traffic and layer, and its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_cli.errors import LoadsError
+from eplb_cli.files import atomic_write
+
+__all__ = ["PHASES", "ExpertLoads", "ModelShape", "Source", "concatenate"]
+
+FORMAT = "eplb-profile"
+VERSION = 1
+METADATA_KEY = "eplb_profile"
+PHASES = ("all", "prefill", "decode")
+"""Names of the codes in `ExpertLoads.window_phase`; "all" is traffic whose phase is mixed or unknown."""
+
+_HEADER_KEYS = {"format", "version", "model", "top_k", "phase", "sources", "dropped", "warnings"}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the planner and the readers need to know of a model.
+
+    Args:
+        architecture: the name in config.json's `architectures`, or None when only sizes are known.
+        num_experts: logical experts per MoE layer, E.
+        top_k: experts chosen per token.
+        num_hidden_layers: all decoder layers, dense ones included.
+        moe_layer_ids: absolute indices of the MoE layers, ascending.
+    """
+
+    architecture: str | None
+    num_experts: int
+    top_k: int | None = None
+    num_hidden_layers: int | None = None
+    moe_layer_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that loads were read from: its name, the SHA-256 of its content, and the reader that understood it."""
+
+    name: str
+    sha256: str
+    reader: str
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLoads:
+    """Tokens routed to each logical expert.
+
+    Args:
+        counts: int64 [W, L, E], assignments per window, MoE layer and logical expert.
+        tokens: int64 [W], tokens per window; 0 where the recorder did not tell.
+        layer_ids: int32 [L], absolute decoder layer of each row, ascending.
+        window_ids: int64 [W], the recorder's own step or pass number of each window.
+        window_phase: uint8 [W], index into PHASES.
+        model: architecture, when known.
+        top_k: experts chosen per token, when known.
+        sources, dropped (reason -> assignments or rows left out), warnings: what was read and what was not.
+
+    Raises:
+        LoadsError: shapes disagree, or a count is negative.
+    """
+
+    counts: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    layer_ids: npt.NDArray[np.int32]
+    window_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    window_phase: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    model: str | None = None
+    top_k: int | None = None
+    sources: tuple[Source, ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = self.counts
+        if counts.ndim != 3 or counts.dtype != np.int64:
+            raise LoadsError(
+                f"counts are {counts.dtype} {list(counts.shape)}", rule="they must be int64 [windows, layers, experts]"
+            )
+        windows, layers, _ = counts.shape
+        if self.window_ids.size == 0:
+            object.__setattr__(self, "window_ids", np.arange(windows, dtype=np.int64))
+        if self.window_phase.size == 0:
+            object.__setattr__(self, "window_phase", np.zeros(windows, np.uint8))
+        for name, array, dtype, length in (
+            ("tokens", self.tokens, np.int64, windows),
+            ("layer_ids", self.layer_ids, np.int32, layers),
+            ("window_ids", self.window_ids, np.int64, windows),
+            ("window_phase", self.window_phase, np.uint8, windows),
+        ):
+            if array.shape != (length,) or array.dtype != dtype:
+                raise LoadsError(
+                    f"{name} is {array.dtype} {list(array.shape)}",
+                    rule=f"with counts {list(counts.shape)} it must be {np.dtype(dtype).name} [{length}]",
+                )
+        if layers and not (np.diff(self.layer_ids) > 0).all():
+            raise LoadsError(f"layer_ids {self.layer_ids.tolist()} are not ascending", rule="each layer appears once")
+        if counts.size and counts.min() < 0:
+            window, layer, expert = (int(i) for i in np.argwhere(counts < 0)[0])
+            raise LoadsError(
+                f"load is {counts[window, layer, expert]} in window {window}",
+                layer=int(self.layer_ids[layer]),
+                expert=expert,
+                rule="loads must be finite and >= 0",
+            )
+        if self.window_phase.size and int(self.window_phase.max()) >= len(PHASES):
+            raise LoadsError(
+                f"window_phase holds {int(self.window_phase.max())}", rule=f"codes are 0..{len(PHASES) - 1}"
+            )
+
+    @property
+    def num_windows(self) -> int:
+        """W."""
+        return int(self.counts.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.counts.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.counts.shape[2])
+
+    @property
+    def phase(self) -> str:
+        """The phase of the whole: that of the windows when they agree, else "all"."""
+        codes = np.unique(self.window_phase)
+        return PHASES[int(codes[0])] if codes.size == 1 else PHASES[0]
+
+    def select_windows(self, keep: npt.NDArray[Any] | slice) -> Self:
+        """The same loads with some of the windows (a mask, indices or a slice over W)."""
+        return replace(
+            self,
+            counts=self.counts[keep],
+            tokens=self.tokens[keep],
+            window_ids=self.window_ids[keep],
+            window_phase=self.window_phase[keep],
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the profile as safetensors, whole or not at all.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        from safetensors.numpy import save
+
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "top_k": self.top_k,
+            "phase": self.phase,
+            "sources": [{"name": s.name, "sha256": s.sha256, "reader": s.reader} for s in self.sources],
+            "dropped": dict(sorted(self.dropped.items())),
+            "warnings": list(self.warnings),
+        }
+        tensors = {
+            "counts": self.counts,
+            "tokens": self.tokens,
+            "layer_ids": self.layer_ids,
+            "window_ids": self.window_ids,
+            "window_phase": self.window_phase,
+        }
+        tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        with atomic_write(path) as stream:
+            stream.write(save(tensors, metadata={METADATA_KEY: json.dumps(header, sort_keys=True)}))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a profile.
+
+        Raises:
+            LoadsError: there is no such file, it is not a profile, its version is newer, or it breaks a rule.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        hint = f"Make one with: eplb profile {path} -o loads.safetensors"
+        try:
+            with safe_open(path, framework="numpy") as reader:
+                header = _header(path, reader.metadata() or {}, hint)
+                arrays = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise LoadsError("no such file", file=path) from None
+        except (SafetensorError, OSError) as error:
+            raise LoadsError(f"is not an eplb profile ({error})", file=path, hint=hint) from error
+        missing = {"counts", "tokens", "layer_ids"} - arrays.keys()
+        unknown = arrays.keys() - {"counts", "tokens", "layer_ids", "window_ids", "window_phase"}
+        if missing or unknown:
+            raise LoadsError(
+                f"lacks the tensors {sorted(missing)}" if missing else f"holds unknown tensors {sorted(unknown)}",
+                file=path,
+            )
+        try:
+            return cls(
+                **arrays,
+                model=header.get("model"),
+                top_k=header.get("top_k"),
+                sources=tuple(Source(**source) for source in header.get("sources", ())),
+                dropped=header.get("dropped", {}),
+                warnings=tuple(header.get("warnings", ())),
+            )
+        except LoadsError as error:
+            error.file = str(path)
+            raise
+        except TypeError as error:
+            raise LoadsError(f"has a damaged header ({error})", file=path) from error
+
+
+def _header(path: Path, metadata: Mapping[str, str], hint: str) -> dict[str, Any]:
+    try:
+        header = json.loads(metadata.get(METADATA_KEY, "null"))
+    except json.JSONDecodeError:
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise LoadsError("is not an eplb profile (its metadata does not say so)", file=path, hint=hint)
+    version = header.get("version")
+    if version != VERSION:
+        raise LoadsError(f"has profile version {version}", file=path, rule=f"this eplb reads version {VERSION}")
+    unknown = header.keys() - _HEADER_KEYS
+    if unknown:
+        raise LoadsError(f"has unknown header keys {sorted(unknown)}", file=path, rule=f"known: {sorted(_HEADER_KEYS)}")
+    return header
+
+
+def concatenate(parts: Sequence[ExpertLoads]) -> ExpertLoads:
+    """Join loads of the same model along the windows, in the order given.
+
+    Raises:
+        LoadsError: there are no parts, or they differ in experts or layers.
+    """
+    if not parts:
+        raise LoadsError("there are no loads to join")
+    first = parts[0]
+    for part in parts[1:]:
+        if part.num_experts != first.num_experts or not np.array_equal(part.layer_ids, first.layer_ids):
+            raise LoadsError(
+                f"loads of {part.num_layers} layers x {part.num_experts} experts do not join with "
+                f"{first.num_layers} x {first.num_experts}",
+                rule="all must come from one model, with the same MoE layers",
+            )
+    top_ks = {part.top_k for part in parts} - {None}
+    models = {part.model for part in parts} - {None}
+    dropped: dict[str, int] = {}
+    for part in parts:
+        for reason, amount in part.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + amount
+    return ExpertLoads(
+        counts=np.concatenate([part.counts for part in parts]),
+        tokens=np.concatenate([part.tokens for part in parts]),
+        layer_ids=first.layer_ids,
+        window_ids=np.concatenate([part.window_ids for part in parts]),
+        window_phase=np.concatenate([part.window_phase for part in parts]),
+        model=models.pop() if len(models) == 1 else None,
+        top_k=top_ks.pop() if len(top_ks) == 1 else None,
+        sources=tuple(source for part in parts for source in part.sources),
+        dropped=dropped,
+        warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
+    )

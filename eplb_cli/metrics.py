@@ -1,0 +1,119 @@
+"""Rank loads, balancedness and bounds: arrays in, numbers out.
+
+Letters: W windows, L MoE layers, E logical experts, P physical slots, G EP ranks, S = P / G slots per rank.
+A plan's row `physical_to_logical` [P] puts slot p on rank p // S. Copies of an expert share its load equally.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "balancedness",
+    "balancedness_bound",
+    "balancedness_per_layer",
+    "initial_map",
+    "max_over_mean",
+    "rank_loads",
+    "rank_shares",
+    "replica_counts",
+    "smallest_redundancy",
+]
+
+IntArray = npt.NDArray[np.integer]
+FloatArray = npt.NDArray[np.float64]
+
+
+def initial_map(num_experts: int, num_redundant_experts: int) -> npt.NDArray[np.int32]:
+    """The layout every vLLM starts with, int32 [P]: experts 0..E-1, then copies of expert i mod E for i < R."""
+    return np.concatenate(
+        [np.arange(num_experts), np.arange(num_redundant_experts) % num_experts], dtype=np.int32, casting="unsafe"
+    )
+
+
+def smallest_redundancy(num_experts: int, ep_size: int) -> int:
+    """The smallest R for which E + R slots divide over G ranks: (G - E mod G) mod G."""
+    return -num_experts % ep_size
+
+
+def replica_counts(physical_to_logical: IntArray, num_experts: int) -> npt.NDArray[np.int64]:
+    """Copies of each expert, int64 [L, E], from a map [L, P]."""
+    layers = physical_to_logical.shape[0]
+    flat = physical_to_logical + num_experts * np.arange(layers)[:, None]
+    return np.bincount(flat.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
+
+
+def rank_shares(physical_to_logical: IntArray, num_experts: int, ep_size: int) -> FloatArray:
+    """The part of each expert's load that each rank serves, float64 [L, E, G]; sums to 1 over ranks."""
+    layers, slots = physical_to_logical.shape
+    shares = np.zeros((layers, num_experts, ep_size))
+    rank = np.arange(slots) // (slots // ep_size)
+    copies = replica_counts(physical_to_logical, num_experts)
+    row = np.arange(layers)[:, None]
+    np.add.at(shares, (row, physical_to_logical, rank), 1.0 / copies[row, physical_to_logical])
+    return shares
+
+
+def rank_loads(physical_to_logical: IntArray, counts: npt.NDArray[np.number], ep_size: int) -> FloatArray:
+    """Tokens each rank serves, float64 [W, L, G], from a map [L, P] and loads [W, L, E]."""
+    shares = rank_shares(physical_to_logical, counts.shape[-1], ep_size)
+    by_layer = counts.transpose(1, 0, 2).astype(np.float64)
+    loads: FloatArray = (by_layer @ shares).transpose(1, 0, 2)
+    return loads
+
+
+def _ratio(mean: FloatArray, peak: FloatArray) -> FloatArray:
+    """mean / peak, and 1 (nothing to balance) where there is no load."""
+    return np.divide(mean, peak, out=np.ones_like(mean), where=peak > 0)
+
+
+def balancedness(loads: FloatArray) -> float:
+    """Sum of the mean rank load over the sum of the max rank load, both over windows and layers; 1.0 is perfect.
+
+    The definition of vLLM's log line (mean and max over ranks within a layer, then summed over layers), summed over
+    windows as well, so that it weighs each window by the time it takes. `loads` is [..., G].
+    """
+    return float(_ratio(np.asarray(loads.mean(-1).sum()), np.asarray(loads.max(-1, initial=0.0).sum())))
+
+
+def balancedness_per_layer(loads: FloatArray) -> FloatArray:
+    """Balancedness of each layer, float64 [L], from rank loads [W, L, G]."""
+    return _ratio(loads.mean(-1).sum(0), loads.max(-1, initial=0.0).sum(0))
+
+
+def max_over_mean(loads: FloatArray) -> FloatArray:
+    """Max over mean rank load for each leading index, float64 [...], from [..., G]; 1 where there is no load."""
+    mean = loads.mean(-1)
+    return np.divide(loads.max(-1, initial=0.0), mean, out=np.ones_like(mean), where=mean > 0)
+
+
+def balancedness_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: int) -> float:
+    """A proven upper bound on the balancedness of any placement of P slots on G ranks, from loads [W, L, E].
+
+    In window t no placement has a max rank load below max(mean_t, lambda_t), where lambda_t is the least possible
+    largest share max_e w_e / c_e over all counts c with c_e >= 1, c_e <= G and sum c = P. Letting the counts differ
+    between windows only lowers the sum, so the bound holds for a static plan.
+    """
+    loads = counts.astype(np.float64)
+    mean = loads.sum(-1) / ep_size
+    return float(
+        _ratio(np.asarray(mean.sum()), np.asarray(np.maximum(mean, _least_share(loads, num_slots, ep_size)).sum()))
+    )
+
+
+def _least_share(loads: FloatArray, num_slots: int, ep_size: int) -> FloatArray:
+    """min over counts of max_e w_e / c_e, for each leading index of [..., E].
+
+    Giving the next copy to the largest share is optimal (an exchange argument); an expert at G copies takes no more.
+    """
+    shares = loads.reshape(-1, loads.shape[-1]).copy()
+    full = shares.copy()
+    copies = np.ones_like(shares)
+    row = np.arange(shares.shape[0])
+    for _ in range(num_slots - loads.shape[-1]):
+        hottest = np.where(copies < ep_size, shares, -1.0).argmax(1)
+        copies[row, hottest] += 1
+        shares[row, hottest] = full[row, hottest] / copies[row, hottest]
+    least: FloatArray = shares.max(1, initial=0.0).reshape(loads.shape[:-1])
+    return least

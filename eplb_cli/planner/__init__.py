@@ -1,0 +1,1 @@
+"""Placement algorithms: arrays in, arrays out; no files, no printing."""

@@ -1,0 +1,1 @@
+"""One module a recorder; each yields windows of ExpertLoads."""

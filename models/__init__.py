@@ -1,0 +1,1 @@
+"""Model families as data: one TOML file a family, read by eplb_cli.checkpoint."""

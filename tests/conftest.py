@@ -1,0 +1,52 @@
+"""Shared fixtures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eplb_cli.cli import main
+
+REPOSITORY = Path(__file__).parents[1]
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+@dataclass
+class Run:
+    """What a command run left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """stdout as the one JSON object it must be."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def eplb(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """Run the command line in this process: `eplb("plan", loads, "-o", out).json`."""
+
+    def run(*args: object) -> Run:
+        capsys.readouterr()
+        code = main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Run(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """Real loads and configs that lie beside the checkout; skips where they do not."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("the shared data folder is not beside this checkout")
+    return SHARED_DATA
