@@ -1,0 +1,151 @@
+"""ExpertLoads: its rules and its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from eplb_cli.errors import LoadsError, OutputError
+from eplb_cli.loads import ExpertLoads, Source, concatenate
+
+
+def loads(counts: list[list[list[int]]], **fields: object) -> ExpertLoads:
+    array = np.array(counts, np.int64)
+    windows, layers, _ = array.shape
+    defaults = {"tokens": np.full(windows, 4, np.int64), "layer_ids": np.arange(layers, dtype=np.int32)}
+    return ExpertLoads(array, **{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def test_the_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    saved = loads(
+        [[[1, 2], [3, 4]], [[5, 6], [7, 8]]],
+        layer_ids=np.array([1, 3], np.int32),
+        window_ids=np.array([10, 12], np.int64),
+        window_phase=np.array([1, 2], np.uint8),
+        model="Qwen3MoeForCausalLM",
+        top_k=2,
+        sources=(Source("a.npy", "00", "npy"),),
+        dropped={"padding": 3},
+        warnings=("one step is missing",),
+    )
+    saved.save(tmp_path / "loads.safetensors")
+    read = ExpertLoads.load(tmp_path / "loads.safetensors")
+    for name in ("counts", "tokens", "layer_ids", "window_ids", "window_phase"):
+        np.testing.assert_array_equal(getattr(read, name), getattr(saved, name))
+    for name in ("model", "top_k", "sources", "dropped", "warnings", "phase"):
+        assert getattr(read, name) == getattr(saved, name)
+
+
+def test_the_same_loads_are_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        loads([[[1, 2]]], dropped={"x": 1, "b": 2}).save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_file_holds_the_documented_tensors(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    loads([[[1, 2]]]).save(tmp_path / "loads.safetensors")
+    with safe_open(tmp_path / "loads.safetensors", framework="numpy") as reader:
+        dtypes = {name: str(reader.get_tensor(name).dtype) for name in ("counts", "tokens", "layer_ids")}
+        header = json.loads(reader.metadata()["eplb_profile"])
+    assert dtypes == {"counts": "int64", "tokens": "int64", "layer_ids": "int32"}
+    assert header["format"] == "eplb-profile"
+    assert header["version"] == 1
+
+
+def test_a_negative_load_is_named_by_layer_and_expert() -> None:
+    with pytest.raises(LoadsError, match=r"layer 7, expert 1: load is -5 in window 0; loads must be finite and >= 0"):
+        loads([[[1, -5]]], layer_ids=np.array([7], np.int32))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens": np.zeros(2, np.int64)},
+        {"layer_ids": np.zeros(1, np.int64)},
+        {"window_phase": np.array([3], np.uint8)},
+        {"window_ids": np.zeros(3, np.int64)},
+    ],
+)
+def test_shapes_and_dtypes_must_agree(fields: dict[str, object]) -> None:
+    with pytest.raises(LoadsError):
+        loads([[[1, 2]]], **fields)
+
+
+def test_layers_must_ascend() -> None:
+    with pytest.raises(LoadsError, match="not ascending"):
+        loads([[[1], [2]]], layer_ids=np.array([3, 3], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is not an eplb profile"), (b"<!DOCTYPE html>" * 9, "is not an eplb profile")],
+)
+def test_another_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(LoadsError, match=message):
+        ExpertLoads.load(tmp_path / "x")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadsError, match="no such file"):
+        ExpertLoads.load(tmp_path / "nope.json")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"format": "eplb-profile", "version": 2}, "profile version 2; this eplb reads version 1"),
+        ({"format": "eplb-profile", "version": 1, "topk": 3}, r"unknown header keys \['topk'\]"),
+        ({"format": "other"}, "is not an eplb profile"),
+        ({"format": "eplb-profile", "version": 1, "sources": [{"name": 1}]}, "damaged header"),
+    ],
+)
+def test_a_header_of_another_kind_is_refused(tmp_path: Path, header: dict[str, object], message: str) -> None:
+    tensors = {
+        "counts": np.zeros((1, 1, 1), np.int64),
+        "tokens": np.zeros(1, np.int64),
+        "layer_ids": np.zeros(1, np.int32),
+    }
+    save_file(tensors, tmp_path / "x", {"eplb_profile": json.dumps(header)})
+    with pytest.raises(LoadsError, match=message):
+        ExpertLoads.load(tmp_path / "x")
+
+
+def test_a_tensor_is_missing(tmp_path: Path) -> None:
+    header = {"eplb_profile": json.dumps({"format": "eplb-profile", "version": 1})}
+    save_file({"counts": np.zeros((1, 1, 1), np.int64)}, tmp_path / "x", header)
+    with pytest.raises(LoadsError, match=r"lacks the tensors \['layer_ids', 'tokens'\]"):
+        ExpertLoads.load(tmp_path / "x")
+
+
+def test_saving_into_a_missing_folder_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OutputError):
+        loads([[[1]]]).save(tmp_path / "no" / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_joining_keeps_windows_in_order_and_sums_what_was_dropped() -> None:
+    a = loads([[[1, 2]]], dropped={"padding": 1}, model="A", top_k=2, window_phase=np.array([1], np.uint8))
+    b = loads([[[3, 4]]], dropped={"padding": 2}, model="A", top_k=2, window_phase=np.array([2], np.uint8))
+    joined = concatenate([a, b])
+    assert joined.counts.tolist() == [[[1, 2]], [[3, 4]]]
+    assert joined.dropped == {"padding": 3}
+    assert (joined.model, joined.top_k, joined.phase) == ("A", 2, "all")
+
+
+def test_loads_of_two_models_do_not_join() -> None:
+    with pytest.raises(LoadsError, match="1 layers x 3 experts do not join with 1 x 2"):
+        concatenate([loads([[[1, 2]]]), loads([[[1, 2, 3]]])])
+
+
+def test_selecting_windows_selects_all_that_is_per_window() -> None:
+    part = loads([[[1]], [[2]], [[3]]], tokens=np.array([1, 2, 3])).select_windows(slice(1, None))
+    assert part.counts.ravel().tolist() == [2, 3]
+    assert part.tokens.tolist() == [2, 3]
+    assert part.window_ids.tolist() == [1, 2]
