@@ -11,6 +11,13 @@ from typing import Any
 import pytest
 
 from eplb_cli.cli import main
+from tests.tiny_models import (  # noqa: F401 - session fixtures for every test
+    tiny_llama4_multimodal,
+    tiny_llama4_per_expert,
+    tiny_llama4_text,
+    tiny_qwen3_moe,
+    tiny_qwen3_moe_fused,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
