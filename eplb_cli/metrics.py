@@ -41,7 +41,8 @@ def replica_counts(physical_to_logical: IntArray, num_experts: int) -> npt.NDArr
     """Copies of each expert, int64 [L, E], from a map [L, P]."""
     layers = physical_to_logical.shape[0]
     flat = physical_to_logical + num_experts * np.arange(layers)[:, None]
-    return np.bincount(flat.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
+    counts: npt.NDArray[np.int64] = np.bincount(flat.ravel(), minlength=layers * num_experts)
+    return counts.reshape(layers, num_experts)
 
 
 def rank_shares(physical_to_logical: IntArray, num_experts: int, ep_size: int) -> FloatArray:
@@ -85,7 +86,8 @@ def balancedness_per_layer(loads: FloatArray) -> FloatArray:
 def max_over_mean(loads: FloatArray) -> FloatArray:
     """Max over mean rank load for each leading index, float64 [...], from [..., G]; 1 where there is no load."""
     mean = loads.mean(-1)
-    return np.divide(loads.max(-1, initial=0.0), mean, out=np.ones_like(mean), where=mean > 0)
+    ratio: FloatArray = np.divide(loads.max(-1, initial=0.0), mean, out=np.ones_like(mean), where=mean > 0)
+    return ratio
 
 
 def balancedness_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: int) -> float:

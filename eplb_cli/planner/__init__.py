@@ -1,1 +1,23 @@
-"""Placement algorithms: arrays in, arrays out; no files, no printing."""
+"""Placement algorithms: arrays in, arrays out; no files, no printing.
+
+Letters, here and in docs/planner.md: W windows, T merged windows, L MoE layers, E logical experts, R redundant experts,
+P = E + R physical slots, G EP ranks, S = P / G slots per rank; w loads, c copies, C second moments over windows.
+"""
+
+from eplb_cli.planner.plan import Figures, PlanResult, WorstLayer, make_plan
+from eplb_cli.planner.request import EFFORTS, STRATEGIES, Effort, PlanRequest, Strategy
+from eplb_cli.planner.scoring import Score, score
+
+__all__ = [
+    "EFFORTS",
+    "STRATEGIES",
+    "Effort",
+    "Figures",
+    "PlanRequest",
+    "PlanResult",
+    "Score",
+    "Strategy",
+    "WorstLayer",
+    "make_plan",
+    "score",
+]

@@ -1,0 +1,134 @@
+"""What is asked of the planner, and the rules that a request must keep before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from eplb_cli.errors import UsageError
+from eplb_cli.loads import ExpertLoads, ModelShape
+from eplb_cli.metrics import smallest_redundancy
+from eplb_cli.placement import Placement
+
+__all__ = ["EFFORTS", "STRATEGIES", "Effort", "PlanRequest", "Strategy", "Topology", "topology_of"]
+
+Strategy = Literal["auto", "windows", "mean", "deepseek", "stock"]
+Effort = Literal["fast", "normal", "thorough"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "windows", "mean", "deepseek", "stock")
+EFFORTS: tuple[Effort, ...] = ("fast", "normal", "thorough")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The topology to plan for and how hard to try.
+
+    Args:
+        ep_size: EP ranks G.
+        num_redundant_experts: R; None takes the smallest for which E + R divides over G.
+        num_nodes: nodes the ranks are spread over, in equal consecutive blocks.
+        num_groups: routing groups of the model (`n_group` in config.json); None when the router has none.
+        strategy: see `eplb_cli.planner`; "auto" takes "windows" when there are two windows or more, else "mean".
+        effort: how much search; each level is no worse than the one before on the strategy's own objective.
+        seed: seeds whatever is random; recorded in the plan.
+        folds: K of the contiguous K-fold cross-validation behind `held_out`; below 2 there is none.
+        previous: a plan in force; moves are counted from it.
+        expert_bytes: weight bytes of one expert by layer id, for the memory that R costs.
+        max_extra_gib: refuse an R whose extra weights exceed this many GiB per rank.
+        model: the model's sizes, when known; MoE layers that the loads lack get the initial layout.
+    """
+
+    ep_size: int
+    num_redundant_experts: int | None = None
+    num_nodes: int = 1
+    num_groups: int | None = None
+    strategy: Strategy = "auto"
+    effort: Effort = "normal"
+    seed: int = 0
+    folds: int = 5
+    previous: Placement | None = None
+    expert_bytes: Mapping[int, int] | None = None
+    max_extra_gib: float | None = None
+    model: ModelShape | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes that fit together: E experts in P slots, S on each of G ranks, on M nodes, with the router's groups."""
+
+    num_experts: int
+    num_slots: int
+    ep_size: int
+    num_nodes: int
+    num_groups: int | None
+
+    @property
+    def num_redundant_experts(self) -> int:
+        """R = P - E."""
+        return self.num_slots - self.num_experts
+
+    @property
+    def slots_per_rank(self) -> int:
+        """S = P / G."""
+        return self.num_slots // self.ep_size
+
+    @property
+    def groups_split_over_nodes(self) -> bool:
+        """True when whole groups can stay on nodes and there is more than one node to keep apart."""
+        return self.num_groups is not None and self.num_nodes > 1 and self.num_groups % self.num_nodes == 0
+
+
+def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
+    """Check a request against the loads and return the sizes it means.
+
+    Raises:
+        UsageError: the sizes do not divide, R is of no use, or the parts of the request contradict each other.
+    """
+    if request.model is not None and request.model.num_experts != loads.num_experts:
+        raise UsageError(
+            f"the loads are of {loads.num_experts} experts, the model has {request.model.num_experts}",
+            rule="loads and model must belong together",
+        )
+    experts, ranks, nodes, groups = loads.num_experts, request.ep_size, request.num_nodes, request.num_groups
+    if ranks < 1:
+        raise UsageError(f"{ranks} ranks", rule="--ep-size must be at least 1")
+    redundant = request.num_redundant_experts
+    if redundant is None:
+        redundant = smallest_redundancy(experts, ranks)
+    _check_redundancy(experts, ranks, redundant)
+    if nodes < 1 or ranks % nodes:
+        divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        listed = divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"
+        raise UsageError(f"{ranks} ranks do not split over {nodes} nodes", rule=f"use {listed}")
+    if groups is not None:
+        if groups < 1 or experts % groups:
+            raise UsageError(f"{experts} experts do not split into {groups} groups", rule="groups are of equal size")
+        if groups % nodes:
+            raise UsageError(
+                f"{groups} groups do not split over {nodes} nodes",
+                rule="whole groups stay on nodes only when the nodes divide them",
+                hint="Leave out --num-groups to place experts without regard to groups.",
+            )
+    return Topology(experts, experts + redundant, ranks, nodes, groups)
+
+
+def _check_redundancy(experts: int, ranks: int, redundant: int) -> None:
+    if redundant < 0:
+        raise UsageError(f"{redundant} redundant experts", rule="--num-redundant-experts must be at least 0")
+    if ranks == 1 and redundant:
+        raise UsageError(
+            f"{redundant} redundant experts on a single rank", rule="copies on one rank serve nothing; use 0"
+        )
+    most = experts * (ranks - 1)
+    if (experts + redundant) % ranks:
+        smallest = smallest_redundancy(experts, ranks)
+        slots = experts + smallest
+        raise UsageError(
+            f"{experts} + {redundant} experts do not divide over {ranks} ranks",
+            rule=f"smallest valid --num-redundant-experts is {smallest} ({slots} slots, {slots // ranks} per rank)",
+        )
+    if redundant > most:
+        raise UsageError(
+            f"{redundant} redundant experts are more than {experts} experts on {ranks} ranks can use",
+            rule=f"the maximum is {most}, where every rank holds every expert",
+        )

@@ -1,0 +1,102 @@
+"""Any placement scored on any loads of the same model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eplb_cli.errors import PlacementError
+from eplb_cli.loads import ExpertLoads
+from eplb_cli.metrics import balancedness, balancedness_per_layer, max_over_mean, rank_loads
+from eplb_cli.placement import Placement
+
+__all__ = ["Score", "score"]
+
+DIGITS = 6
+"""Decimals of recorded figures: more than anybody acts on, fewer than summation order could change."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How evenly a placement spreads loads over ranks.
+
+    Args:
+        balancedness: sum of mean rank loads / sum of max rank loads, over windows and layers.
+        balancedness_of_mean: the same on the loads summed over windows; optimistic, since a rank's busy and idle
+            windows cancel in it.
+        max_over_mean, max_over_mean_p95, max_over_mean_worst: mean, 95th percentile and largest of max / mean rank load
+            over all (window, layer) with load.
+        per_layer: (layer id, balancedness over windows) of each layer.
+        windows, tokens: what was scored.
+        warnings: layers left out.
+    """
+
+    balancedness: float
+    balancedness_of_mean: float
+    max_over_mean: float
+    max_over_mean_p95: float
+    max_over_mean_worst: float
+    per_layer: tuple[tuple[int, float], ...]
+    windows: int
+    tokens: int
+    warnings: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that `eplb score --format json` prints."""
+        return {
+            "balancedness": self.balancedness,
+            "balancedness_of_mean": self.balancedness_of_mean,
+            "max_over_mean": {
+                "mean": self.max_over_mean,
+                "p95": self.max_over_mean_p95,
+                "worst": self.max_over_mean_worst,
+            },
+            "per_layer": [{"layer_id": layer, "balancedness": value} for layer, value in self.per_layer],
+            "windows": self.windows,
+            "tokens": self.tokens,
+            "warnings": list(self.warnings),
+        }
+
+
+def score(placement: Placement, loads: ExpertLoads) -> Score:
+    """Score a placement on loads; layers that only one of the two has are left out with a warning.
+
+    Raises:
+        PlacementError: the two are of different expert counts, or share no layer.
+    """
+    if placement.num_experts != loads.num_experts:
+        raise PlacementError(
+            f"the plan places {placement.num_experts} experts, the loads are of {loads.num_experts}",
+            rule="a plan and loads must be of one model",
+        )
+    shared, in_plan, in_loads = np.intersect1d(placement.layer_ids, loads.layer_ids, return_indices=True)
+    if not shared.size:
+        raise PlacementError("the plan and the loads have no layer in common", rule="layers match by absolute layer id")
+    warnings = []
+    for name, ids in (("loads lack", placement.layer_ids), ("plan lacks", loads.layer_ids)):
+        absent = np.setdiff1d(ids, shared)
+        if absent.size:
+            layers = f"layer{'s' * (absent.size > 1)} {', '.join(map(str, absent.tolist()))}"
+            warnings.append(f"the {name} {layers}, which the score leaves out")
+    ranks = rank_loads(placement.physical_to_logical[in_plan], loads.counts[:, in_loads], placement.ep_size)
+    summed = ranks.sum(0)
+    ratios = max_over_mean(ranks)[ranks.mean(-1) > 0]
+    if not ratios.size:
+        ratios = np.ones(1)
+        warnings.append("the loads are all zero: there is nothing to balance")
+    return Score(
+        balancedness=round(balancedness(ranks), DIGITS),
+        balancedness_of_mean=round(balancedness(summed), DIGITS),
+        max_over_mean=round(float(ratios.mean()), DIGITS),
+        max_over_mean_p95=round(float(np.quantile(ratios, 0.95)), DIGITS),
+        max_over_mean_worst=round(float(ratios.max()), DIGITS),
+        per_layer=tuple(
+            (int(layer), round(float(value), DIGITS))
+            for layer, value in zip(shared, balancedness_per_layer(ranks), strict=True)
+        ),
+        windows=loads.num_windows,
+        tokens=int(loads.tokens.sum()),
+        warnings=tuple(warnings),
+    )

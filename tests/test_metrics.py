@@ -1,0 +1,70 @@
+"""Rank loads, balancedness and bounds on cases small enough to work out by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_cli.metrics import (
+    balancedness,
+    balancedness_bound,
+    balancedness_per_layer,
+    initial_map,
+    max_over_mean,
+    rank_loads,
+    rank_shares,
+    replica_counts,
+    smallest_redundancy,
+)
+
+
+@pytest.mark.parametrize(("experts", "ranks", "least"), [(128, 8, 0), (128, 12, 4), (256, 3, 2), (16, 5, 4)])
+def test_the_smallest_redundancy_makes_slots_divide(experts: int, ranks: int, least: int) -> None:
+    assert smallest_redundancy(experts, ranks) == least
+
+
+def test_the_initial_map_repeats_the_first_experts_in_turn() -> None:
+    assert initial_map(3, 4).tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_copies_share_their_experts_load_equally() -> None:
+    row = np.array([[0, 1, 0, 2]])
+    loads = rank_loads(row, np.array([[[10, 4, 6]]]), 2)
+    assert loads.tolist() == [[[9.0, 11.0]]]
+    assert rank_shares(row, 3, 2)[0].tolist() == [[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]]
+    assert replica_counts(row, 3).tolist() == [[2, 1, 1]]
+
+
+def test_balancedness_sums_before_it_divides() -> None:
+    # Two windows, one layer, two ranks: means 2 and 10, maxima 3 and 10. The ratio of sums is not the mean of ratios.
+    loads = np.array([[[3.0, 1.0]], [[10.0, 10.0]]])
+    assert balancedness(loads) == 12 / 13
+    assert balancedness_per_layer(loads).tolist() == [12 / 13]
+    assert max_over_mean(loads).tolist() == [[1.5], [1.0]]
+
+
+def test_no_load_counts_as_balanced() -> None:
+    loads = np.zeros((2, 3, 4))
+    assert balancedness(loads) == 1.0
+    assert balancedness_per_layer(loads).tolist() == [1.0] * 3
+
+
+def test_a_hot_expert_caps_the_bound() -> None:
+    # One expert holds 8 of 10 tokens; with 4 slots on 2 ranks it may have 2 copies of 4: below the mean of 5.
+    assert balancedness_bound(np.array([[[8, 1, 1]]]), 4, 2) == 1.0
+    # Without a spare slot it stays whole on one rank.
+    assert balancedness_bound(np.array([[[8, 1, 1, 0]]]), 4, 2) == 5 / 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=3))
+def test_no_placement_beats_the_bound(windows: list[list[int]]) -> None:
+    counts = np.array(windows)[:, None, :]
+    bound = balancedness_bound(counts, 4, 2)
+    for row in itertools.product(range(3), repeat=4):
+        if len(set(row)) == 3:
+            assert balancedness(rank_loads(np.array([row]), counts, 2)) <= bound + 1e-12
