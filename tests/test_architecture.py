@@ -25,7 +25,8 @@ ALLOWED = {
     "checkpoint": BASE | {"models"},
     "vllm_plugin": BASE,
     "serve": BASE | {"checkpoint"},
-    "report": BASE | {"planner", "checkpoint"},
+    "advice": BASE | {"planner"},
+    "report": BASE | {"planner", "checkpoint", "advice"},
 }
 
 

@@ -1,0 +1,445 @@
+"""Is a plan worth it, and what does it cost? Figures in, sentences with numbers out.
+
+No sentence promises throughput. What can be said from loads alone is a bound: a MoE layer ends when its busiest rank
+ends, so balancing can take away at most the time in which the others wait. Every figure names what it assumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_cli.loads import PHASES, ExpertLoads
+from eplb_cli.metrics import balancedness, initial_map, rank_loads
+from eplb_cli.placement import Placement
+from eplb_cli.planner import PlanRequest, make_plan
+
+__all__ = [
+    "Advice",
+    "KvCache",
+    "PhaseGap",
+    "Point",
+    "Situation",
+    "advise",
+    "bootstrap_interval",
+    "compare_phases",
+    "describe_situation",
+    "kv_cache_per_token",
+    "step_noise_ceiling",
+    "tokens_needed",
+]
+
+FloatArray = npt.NDArray[np.float64]
+
+GIB = 2**30
+ALREADY_BALANCED = 0.97
+"""Balancedness of the initial layout above which there is little to win: waiting is 3 % of the MoE time."""
+CARRIES_OVER = 0.005
+"""Held-out gain below which a plan is not told from noise: block bootstraps of held-out figures span 0.5 to 1 point."""
+WINDOWS_WANTED = 16
+"""Windows below which experts that peak together cannot be told from experts that take turns (docs/planner.md)."""
+LOSS_ALLOWED = 0.005
+"""Balancedness that sampling noise in the loads may cost before more tokens are asked for."""
+MEMORY_BOUND_TOKENS = 90
+"""Tokens per slot and step below which reading an expert's weights takes longer than multiplying by them: a roofline
+estimate with the ratio of arithmetic to bandwidth of an H100, not a measurement."""
+OLD_DAYS = 30
+"""Age of a profile, in days, from which it is worth scoring the plan on a new recording."""
+PHASES_DIFFER = 0.02
+"""Balancedness that a plan of both phases may lose against a phase's own plan before two plans are advised."""
+BLOCK_WINDOWS = 8
+"""Consecutive windows resampled together: neighbours resemble each other."""
+BOOTSTRAP_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """What one token of context costs a rank.
+
+    Args:
+        bytes_per_token: bytes in all layers whose cache grows with every token.
+        layers: how many layers those are.
+        left_out: what is not counted, as a clause, or None.
+    """
+
+    bytes_per_token: int
+    layers: int
+    left_out: str | None = None
+
+    def tokens(self, nbytes: float) -> int:
+        """Whole tokens of context that fit into `nbytes`."""
+        return int(nbytes // self.bytes_per_token)
+
+
+@dataclass(frozen=True)
+class PhaseGap:
+    """Balancedness on one phase's windows: of the plan in question, and of a plan made for that phase alone."""
+
+    phase: str
+    of_plan: float
+    of_own_plan: float
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What advice is given about.
+
+    Args:
+        before, after, held_out, bound: balancedness of vLLM's initial layout with the same R, of the plan on the loads
+            it was made from, on windows that the planner did not see (None when not known), and its upper bound.
+        before_without_copies: balancedness of the initial layout with the smallest valid R, 0 where E divides over G.
+        num_experts, num_redundant_experts, ep_size: E, R, G.
+        windows, tokens: of the loads; tokens 0 when the recorder did not tell.
+        top_k: experts per token, when known.
+        tokens_per_step: tokens of one engine step over all ranks, when known.
+        extra_bytes_per_rank: weights that R adds to each rank, when the model is known.
+        kv_cache: what a token of context costs a rank, when the model is known.
+        interval: 90 % bootstrap interval of the held-out figure, when there are windows for it.
+        phases: how the plan does on each phase, when the loads hold both.
+        profile_age_days: age of the loads' file, when known.
+    """
+
+    before: float
+    after: float
+    held_out: float | None
+    bound: float
+    before_without_copies: float
+    num_experts: int
+    num_redundant_experts: int
+    ep_size: int
+    windows: int
+    tokens: int = 0
+    top_k: int | None = None
+    tokens_per_step: float | None = None
+    extra_bytes_per_rank: float | None = None
+    kv_cache: KvCache | None = None
+    interval: tuple[float, float] | None = None
+    phases: tuple[PhaseGap, ...] = ()
+    profile_age_days: float | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One remark: `bound` what can be won, `cost` what it takes, `caution` why the numbers may not hold."""
+
+    kind: Literal["bound", "cost", "caution"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A verdict in one sentence and the remarks behind it; `worth_it` is None when the loads cannot tell."""
+
+    worth_it: bool | None
+    verdict: str
+    points: tuple[Point, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "worth_it": self.worth_it,
+            "verdict": self.verdict,
+            "points": [{"kind": point.kind, "text": point.text} for point in self.points],
+        }
+
+
+def describe_situation(
+    loads: ExpertLoads,
+    placement: Placement,
+    *,
+    before: float,
+    after: float,
+    held_out: float | None,
+    bound: float,
+    expert_bytes: Mapping[int, int] | None = None,
+    config: Mapping[str, Any] | None = None,
+    tensor_parallel_size: int = 1,
+) -> Situation:
+    """Gather what `advise` needs from loads, a placement, its figures and, when known, the model.
+
+    Args:
+        expert_bytes: bytes of one expert by layer id.
+        config: the content of config.json.
+        tensor_parallel_size: ranks that share one token's attention, for the KV cache.
+    """
+    ranks, experts = placement.ep_size, placement.num_experts
+    stock = initial_map(experts, -experts % ranks)
+    without_copies = balancedness(rank_loads(np.tile(stock, (loads.num_layers, 1)), loads.counts, ranks))
+    extra = None
+    if expert_bytes is not None:
+        extra = placement.num_redundant_experts * sum(expert_bytes.values()) / ranks
+    return Situation(
+        before=before,
+        after=after,
+        held_out=held_out,
+        bound=bound,
+        before_without_copies=without_copies,
+        num_experts=experts,
+        num_redundant_experts=placement.num_redundant_experts,
+        ep_size=ranks,
+        windows=loads.num_windows,
+        tokens=int(loads.tokens.sum()),
+        top_k=loads.top_k,
+        extra_bytes_per_rank=extra,
+        kv_cache=None if config is None else kv_cache_per_token(config, tensor_parallel_size),
+        phases=compare_phases(loads, placement),
+    )
+
+
+def advise(situation: Situation) -> Advice:
+    """Say whether a plan is worth it, what it costs, and why the numbers may not hold."""
+    worth_it, verdict = _verdict(situation)
+    points = [*_bounds(situation), *_costs(situation), *_cautions(situation)]
+    return Advice(worth_it, verdict, tuple(points))
+
+
+def _verdict(at: Situation) -> tuple[bool | None, str]:
+    if at.ep_size == 1:
+        return False, "Nothing to balance: one rank holds every expert."
+    waiting = f"{_percent(1 - at.before)} of the MoE time"
+    if at.before >= ALREADY_BALANCED:
+        return False, f"Not worth it: balanced already, ranks wait for the busiest in only {waiting}."
+    if at.held_out is None:
+        return None, (
+            f"Not known: ranks wait for the busiest in {waiting} now and in {_percent(1 - at.after)} with this plan, "
+            "but on the loads it was made from; record two windows or more."
+        )
+    gain = at.held_out - at.before
+    if gain < CARRIES_OVER:
+        return False, (
+            f"Not worth it: on windows it has not seen the plan gains {100 * gain:+.1f} points of balancedness; "
+            "these loads do not carry over."
+        )
+    return True, (
+        f"Worth it: ranks wait for the busiest in {waiting} now, in {_percent(1 - at.held_out)} with this plan on "
+        f"windows it has not seen; the MoE time falls by up to {_percent(1 - at.before / at.held_out)}."
+    )
+
+
+def _bounds(at: Situation) -> list[Point]:
+    if at.ep_size == 1:
+        return []
+    points = [
+        Point(
+            "bound",
+            f"A perfect balance would take {_percent(1 - at.before)} off the MoE time; no placement of this size "
+            f"exceeds a balancedness of {at.bound:.3f}. Both assume that a rank's time follows its tokens and leave out "
+            "attention, communication and fixed costs, so a whole step gains less.",
+        )
+    ]
+    if at.before_without_copies > at.before + CARRIES_OVER:
+        points.append(
+            Point(
+                "bound",
+                f"Without a plan, spare copies make it worse: vLLM's initial layout has {at.before:.3f} with "
+                f"{at.num_redundant_experts} redundant experts and {at.before_without_copies:.3f} with "
+                f"{-at.num_experts % at.ep_size}, since it copies the first experts whatever their load.",
+            )
+        )
+    return points
+
+
+def _costs(at: Situation) -> list[Point]:
+    if not at.num_redundant_experts or at.extra_bytes_per_rank is None:
+        return []
+    text = f"{at.num_redundant_experts} redundant experts take {at.extra_bytes_per_rank / GIB:.2f} GiB on every rank"
+    if at.kv_cache is None:
+        return [Point("cost", f"{text}.")]
+    tokens = at.kv_cache.tokens(at.extra_bytes_per_rank)
+    text += (
+        f", the room of {tokens:,} tokens of KV cache ({at.kv_cache.bytes_per_token / 1024:.0f} KiB a token in "
+        f"{at.kv_cache.layers} layers{f'; {at.kv_cache.left_out}' if at.kv_cache.left_out else ''})."
+    )
+    return [Point("cost", text)]
+
+
+def _cautions(at: Situation) -> list[Point]:
+    texts = []
+    if at.ep_size == 1:
+        return []
+    if at.held_out is not None and at.after - at.before > 0 and at.before + CARRIES_OVER <= at.held_out:
+        kept = (at.held_out - at.before) / (at.after - at.before)
+        if kept < 0.5:
+            texts.append(
+                f"Only {100 * kept:.0f} % of the gain carries over to unseen windows; record more of the "
+                "traffic you serve."
+            )
+    if at.interval is not None and at.interval[0] - at.before < CARRIES_OVER <= (at.held_out or 0.0) - at.before:
+        texts.append(
+            f"The 90 % interval of the held-out figure, {at.interval[0]:.3f} to {at.interval[1]:.3f}, reaches down to "
+            "the initial layout: record more windows before you rely on it."
+        )
+    if 2 <= at.windows < WINDOWS_WANTED:
+        texts.append(
+            f"{at.windows} windows are few: which experts peak together shows from about {WINDOWS_WANTED} windows on, "
+            "and 64 spread over the traffic's cycle are better."
+        )
+    if at.top_k is not None and at.tokens:
+        needed = tokens_needed(LOSS_ALLOWED, at.top_k, at.ep_size)
+        if at.tokens < needed:
+            texts.append(
+                f"{at.tokens:,} tokens are few: about {_round_up(needed):,} keep what sampling noise costs below "
+                f"{100 * LOSS_ALLOWED:.1f} points of balancedness on {at.ep_size} ranks."
+            )
+    if at.top_k is not None and at.tokens_per_step is not None:
+        texts.extend(_small_steps(at, at.top_k, at.tokens_per_step))
+    differing = [phase for phase in at.phases if phase.of_own_plan - phase.of_plan > PHASES_DIFFER]
+    if differing:
+        figures = "; ".join(
+            f"{p.phase} {p.of_plan:.3f} with this plan, {p.of_own_plan:.3f} with its own" for p in differing
+        )
+        texts.append(
+            f"Prefill and decode want different plans ({figures}); where they run in separate pools, plan each."
+        )
+    if at.profile_age_days is not None and at.profile_age_days > OLD_DAYS:
+        texts.append(
+            f"The profile is {at.profile_age_days:.0f} days old; traffic drifts, so score the plan on a new recording."
+        )
+    return [Point("caution", text) for text in texts]
+
+
+def _small_steps(at: Situation, top_k: int, tokens_per_step: float) -> list[str]:
+    texts = []
+    per_slot = tokens_per_step * top_k / (at.num_experts + at.num_redundant_experts)
+    if per_slot < MEMORY_BOUND_TOKENS:
+        texts.append(
+            f"{tokens_per_step:,.0f} tokens a step are {per_slot:.1f} per slot; below about {MEMORY_BOUND_TOKENS} the "
+            "time goes into reading weights, which more copies only add to (a roofline estimate). Prefer few or no "
+            "redundant experts there."
+        )
+    ceiling = step_noise_ceiling(tokens_per_step, top_k, at.ep_size)
+    if ceiling < 1 - 2 * (1 - ALREADY_BALANCED):
+        texts.append(
+            f"Steps of {tokens_per_step:,.0f} tokens scatter so much that even a perfect plan reaches only "
+            f"{ceiling:.2f} in each of them on {at.ep_size} ranks."
+        )
+    return texts
+
+
+def kv_cache_per_token(config: Mapping[str, Any], tensor_parallel_size: int = 1) -> KvCache | None:
+    """KV-cache bytes that one token takes on one rank, from the content of config.json.
+
+    Attention with grouped heads: layers x (key + value size) x ceil(kv_heads / tensor_parallel_size) x dtype.
+    Multi-head latent attention: layers x (kv_lora_rank + qk_rope_head_dim) x dtype, the same on every rank.
+    The cache has the model's dtype, as vLLM's default `--kv-cache-dtype auto`.
+
+    Returns:
+        None when a size is missing, or when the cache is compressed along the sequence.
+    """
+    nested = config.get("text_config")
+    values = nested if isinstance(nested, dict) and "num_hidden_layers" in nested else config
+    layers = values.get("num_hidden_layers")
+    dtype = values.get("dtype") or values.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    width = {"float32": 4, "float16": 2, "bfloat16": 2, None: 2}.get(dtype)
+    if not isinstance(layers, int) or width is None or "compress_ratios" in values:
+        return None
+    rank, rope = values.get("kv_lora_rank"), values.get("qk_rope_head_dim")
+    if isinstance(rank, int) and isinstance(rope, int):
+        left_out = "the sparse attention's index is not counted" if "index_head_dim" in values else None
+        return KvCache(layers * (rank + rope) * width, layers, left_out)
+    grows = _layers_with_full_attention(values, layers)
+    heads = values.get("num_global_key_value_heads") or values.get("num_key_value_heads")
+    size = values.get("global_head_dim") or values.get("head_dim")
+    if (
+        size is None
+        and isinstance(values.get("hidden_size"), int)
+        and isinstance(values.get("num_attention_heads"), int)
+    ):
+        size = values["hidden_size"] // values["num_attention_heads"]
+    if not isinstance(heads, int) or not isinstance(size, int) or not grows:
+        return None
+    value_size = values.get("v_head_dim") or size
+    left_out = f"{layers - grows} layers of bounded cache are not counted" if grows < layers else None
+    return KvCache(grows * (size + value_size) * math.ceil(heads / tensor_parallel_size) * width, grows, left_out)
+
+
+def _layers_with_full_attention(values: Mapping[str, Any], layers: int) -> int:
+    """Layers whose cache grows with every token; sliding, chunked and linear attention keep a bounded one."""
+    kinds, pattern = values.get("layer_types"), values.get("hybrid_layer_pattern")
+    if isinstance(kinds, list):
+        return sum(kind == "full_attention" for kind in kinds[:layers])
+    if isinstance(pattern, list):
+        return sum(flag == 0 for flag in pattern[:layers])
+    return layers
+
+
+def step_noise_ceiling(tokens_per_step: float, top_k: int, ep_size: int) -> float:
+    """Balancedness that a perfect placement reaches in a step of so many tokens, in expectation.
+
+    Perfect means that every rank has the same expectation m = tokens x k / G. The ranks' loads then are close to
+    independent Poisson variables, and the ceiling is m / E[max of G of them], with E[max] = sum over x of 1 - F(x)^G.
+    """
+    mean = tokens_per_step * top_k / ep_size
+    if mean <= 0 or ep_size == 1:
+        return 1.0
+    top = int(mean + 12 * math.sqrt(mean) + 30)
+    x = np.arange(top + 1)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, top + 1)))])
+    cumulative = np.minimum(np.cumsum(np.exp(x * math.log(mean) - mean - log_factorial)), 1.0)
+    return float(mean / (1.0 - cumulative**ep_size).sum())
+
+
+def tokens_needed(loss: float, top_k: int, ep_size: int) -> int:
+    """Tokens after which sampling noise in the loads costs a plan at most `loss` of balancedness.
+
+    loss = 0.6 sqrt(2 ln G) sqrt(G / (n k)); the form is the expected maximum of G normal variables, the factor was
+    measured on six models' loads with 1,000 to 4 million tokens (docs/planner.md).
+    """
+    if ep_size == 1:
+        return 0
+    return math.ceil(0.36 * 2 * math.log(ep_size) * ep_size / (top_k * loss**2))
+
+
+def bootstrap_interval(mean: FloatArray, peak: FloatArray, seed: int = 0) -> tuple[float, float] | None:
+    """90 % interval of sum(mean) / sum(peak) over windows, by resampling blocks of neighbouring windows.
+
+    Args:
+        mean, peak: float64 [W], mean and max rank load of each window, summed over layers.
+
+    Returns:
+        The 5th and 95th percentile, or None with fewer than eight windows.
+    """
+    windows = len(mean)
+    if windows < BLOCK_WINDOWS or not peak.sum() > 0:
+        return None
+    block = min(BLOCK_WINDOWS, max(1, windows // BLOCK_WINDOWS))
+    blocks = -(-windows // block)
+    starts = np.random.default_rng(seed).integers(0, windows, (BOOTSTRAP_DRAWS, blocks))
+    drawn = ((starts[:, :, None] + np.arange(block)) % windows).reshape(BOOTSTRAP_DRAWS, -1)[:, :windows]
+    low, high = np.quantile(mean[drawn].sum(1) / peak[drawn].sum(1), (0.05, 0.95))
+    return float(low), float(high)
+
+
+def compare_phases(loads: ExpertLoads, placement: Placement) -> tuple[PhaseGap, ...]:
+    """How a plan does on prefill and on decode windows, against a plan made for each alone; () without both phases.
+
+    A phase's own plan is scored on windows that it was not made from, where the phase has two windows or more.
+    """
+    present = [code for code in (1, 2) if (loads.window_phase == code).any()]
+    shared, in_plan, in_loads = np.intersect1d(placement.layer_ids, loads.layer_ids, return_indices=True)
+    if len(present) < 2 or not shared.size or placement.ep_size == 1:
+        return ()
+    gaps = []
+    for code in present:
+        part = loads.select_windows(loads.window_phase == code)
+        part = replace(part, counts=part.counts[:, in_loads], layer_ids=part.layer_ids[in_loads])
+        request = PlanRequest(placement.ep_size, placement.num_redundant_experts, effort="fast", folds=3)
+        own = make_plan(part, request).balancedness
+        of_plan = balancedness(rank_loads(placement.physical_to_logical[in_plan], part.counts, placement.ep_size))
+        gaps.append(PhaseGap(PHASES[code], of_plan, own.after if own.held_out is None else own.held_out))
+    return tuple(gaps)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _round_up(value: int) -> int:
+    """To two significant digits, upwards."""
+    unit: int = 10 ** max(0, len(str(value)) - 2)
+    return -(-value // unit) * unit
