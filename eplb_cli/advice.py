@@ -228,8 +228,8 @@ def _bounds(at: Situation) -> list[Point]:
         Point(
             "bound",
             f"A perfect balance would take {_percent(1 - at.before)} off the MoE time; no placement of this size "
-            f"exceeds a balancedness of {at.bound:.3f}. Both assume that a rank's time follows its tokens and leave out "
-            "attention, communication and fixed costs, so a whole step gains less.",
+            f"exceeds a balancedness of {at.bound:.3f}. Both assume that a rank's time follows its tokens and leave "
+            "out attention, communication and fixed costs, so a whole step gains less.",
         )
     ]
     if at.before_without_copies > at.before + CARRIES_OVER:

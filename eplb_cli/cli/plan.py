@@ -13,6 +13,7 @@ from eplb_cli.console import OutputFormat
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from eplb_cli.advice import Advice
     from eplb_cli.console import Console
     from eplb_cli.loads import ExpertLoads, ModelShape
     from eplb_cli.planner import PlanRequest, PlanResult
@@ -28,12 +29,10 @@ EXAMPLES = (
     "eplb plan --check plan.json",
 )
 
-MINIMUM_GAIN = 1.005
-"""Held-out gain over the initial layout below which moving weights is not worth the while."""
 DEFINITION = (
-    "balancedness = sum of the mean rank load / sum of the max rank load, over windows\n"
-    "and layers; 1 is perfect. max/mean is its reciprocal. held out: scored on windows\n"
-    "that the plan was not made from."
+    "balancedness = sum of the mean rank load / sum of the max rank load, over windows and layers; 1 is perfect. "
+    "max/mean is its reciprocal. held out: scored on windows that the plan was not made from. Ranks wait in a share "
+    "1 - balancedness of the MoE time if a rank's time follows its tokens; a whole step gains less."
 )
 
 
@@ -123,6 +122,7 @@ def plan(
     started = time.perf_counter()
     result = make_plan(joined, request, digest)
     seconds = round(time.perf_counter() - started, 3)
+    advice = _advise(joined, result, request, model, tensor_parallel_size or 1, loads)
     explained = [] if explain is None else explain_layer(joined, result.placement, explain)
     if output is not None and not dry_run:
         result.placement.save(output)
@@ -132,9 +132,10 @@ def plan(
         console.note(note)
     data = result.as_dict()
     data["seconds"] = seconds
+    data["advice"] = advice.as_dict()
     if explain is not None:
         data["explanation"] = explained
-    console.result(data, *_table(joined, result, folds), *explained)
+    console.result(data, *_table(joined, result, advice, folds), *explained)
     if output is not None and not dry_run:
         console.note(f"Wrote {output}.")
 
@@ -251,7 +252,38 @@ def _read_model(model: str) -> tuple[ModelShape, dict[int, int], int | None]:
     return config.shape, read_expert_bytes(model), config.num_expert_groups if config.num_expert_groups > 1 else None
 
 
-def _table(loads: ExpertLoads, result: PlanResult, folds: int) -> list[RenderableType]:
+def _advise(
+    loads: ExpertLoads,
+    result: PlanResult,
+    request: PlanRequest,
+    model: str | None,
+    tensor_parallel_size: int,
+    files: list[str],
+) -> Advice:
+    import time
+    from dataclasses import replace
+
+    from eplb_cli.advice import advise, describe_situation
+    from eplb_cli.checkpoint.config import ModelConfig
+    from eplb_cli.checkpoint.hub import locate_config
+
+    figures = result.balancedness
+    situation = describe_situation(
+        loads,
+        result.placement,
+        before=figures.before,
+        after=figures.after,
+        held_out=figures.held_out,
+        bound=figures.bound,
+        expert_bytes=request.expert_bytes,
+        config=None if model is None else ModelConfig.load(locate_config(model)).document,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    newest = max(Path(file).stat().st_mtime for file in files)
+    return advise(replace(situation, profile_age_days=(time.time() - newest) / 86_400))
+
+
+def _table(loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int) -> list[RenderableType]:
     """What a person reads in ten seconds, at 80 columns."""
     from rich import box
     from rich.table import Table
@@ -277,28 +309,18 @@ def _table(loads: ExpertLoads, result: PlanResult, folds: int) -> list[Renderabl
         f"{placement.num_redundant_experts} redundant on {placement.ep_size} ranks, "
         f"{placement.slots_per_rank} slots each; {loads.num_windows} windows."
     )
-    lines = [DEFINITION]
-    if result.extra_gib_per_rank is not None:
-        lines.append(f"Redundant experts take {result.extra_gib_per_rank:.2f} GiB of each rank's memory.")
+    lines = []
     if result.moves is not None:
         slots = placement.num_slots * placement.num_layers
         lines.append(
             f"{result.moves} of {slots} slots ({result.moves / slots:.1%}) change rank against the previous plan."
         )
-    lines.append(_advice(result))
-    return [Text(head), table, Text("\n".join(lines))]
-
-
-def _advice(result: PlanResult) -> str:
-    figures = result.balancedness
-    gained = (figures.held_out or figures.after) / figures.before
-    if gained < MINIMUM_GAIN:
-        return (
-            "On traffic it has not seen this plan is no better than the initial layout.\n"
-            "Record more windows of the traffic you serve."
-        )
-    layout = "stock" if result.strategy == "stock" else "physical"
-    return (
-        f"The MoE layers' critical path shrinks by {1 - 1 / gained:.0%} against the initial layout.\n"
-        f"Next: eplb convert MODEL PLAN --layout {layout} -o OUT"
-    )
+    # The bounds stand in the table; what they cost and what speaks against them does not.
+    lines.extend(point.text for point in advice.points if point.kind != "bound")
+    page: list[RenderableType] = [Text(head), table, Text(f"{DEFINITION}\n", style="dim")]
+    page.extend(Text(line) for line in lines)
+    page.append(Text(advice.verdict, style="bold"))
+    if advice.worth_it is not False:
+        layout = "stock" if result.strategy == "stock" else "physical"
+        page.append(Text(f"Next: eplb convert MODEL PLAN --layout {layout} -o OUT"))
+    return page
