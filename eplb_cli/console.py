@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,16 @@ class Console:
         default = Progress.get_default_columns()
         with Progress(*(columns or default), console=_rich(stderr=True), transient=True, disable=not show) as progress:
             yield progress
+
+    @contextmanager
+    def transfer(self, what: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
+        """A progress line with bytes, rate and time left; yields the function that counts bytes done."""
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        with self.progress(*columns) as progress:
+            task = progress.add_task(what, total=total_bytes)
+            yield lambda count: progress.advance(task, count)
 
 
 def _rich(*, stderr: bool) -> RichConsole:

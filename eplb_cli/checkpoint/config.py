@@ -88,7 +88,11 @@ class ModelConfig:
         if not ids:
             raise CheckpointError(f"{architecture}: no MoE layers in config.json")
         top_k = next((values[key] for key in family.top_k if type(values.get(key)) is int), None)
-        groups = values.get("n_group")
+        groups = _positive(values, "n_group") if values.get("n_group") else 1
+        if num_experts % groups:
+            raise CheckpointError(
+                f"{num_experts} experts in {groups} groups (n_group)", rule="groups are of equal size"
+            )
         return cls(
             file=file,
             document=document,
@@ -96,7 +100,7 @@ class ModelConfig:
             family=family,
             shape=ModelShape(architecture, num_experts, top_k, num_layers, tuple(ids)),
             count_keys=count_keys,
-            num_expert_groups=groups if type(groups) is int and groups > 0 else 1,
+            num_expert_groups=groups,
         )
 
     @property
