@@ -1,0 +1,232 @@
+"""What a careful person would ask of a recording before trusting it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_cli.errors import TraceError
+from eplb_cli.loads import ExpertLoads, ModelShape
+from eplb_cli.traces.protocol import Counters, ReadOptions, TokenBlock
+
+__all__ = [
+    "TRUSTED_PICKS_PER_EXPERT",
+    "CounterHistory",
+    "Window",
+    "experts_of_map",
+    "one_rank_of",
+    "refuse_one_rank",
+    "refuse_zero_layers",
+    "warnings_of",
+]
+
+TRUSTED_PICKS_PER_EXPERT = 100
+"""Below this mean the load of an expert is known to no better than 10 % (one over the root of its picks)."""
+CHANCE = 1e-6
+"""Patterns likelier than this to arise from few tokens are not held against a recording."""
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A recorded window: counts int64 [L, E], tokens when told, its id and phase."""
+
+    counts: npt.NDArray[np.int64]
+    tokens: int | None
+    window_id: int
+    phase: int
+
+
+class CounterHistory:
+    """Windows of one recording in order: differences cumulative counters, and notices those nobody declared."""
+
+    def __init__(self) -> None:
+        self.windows = 0
+        self.baseline: Window | None = None
+        self._last: Window | None = None
+        self._file = ""
+        self._growing = 0
+        self._comparisons = 0
+
+    def take(self, window: Window, layer_ids: npt.NDArray[np.int32], file: str, *, difference: bool) -> Window | None:
+        """The window's own load; None for the first snapshot of cumulative counters.
+
+        Raises:
+            TraceError: a cumulative counter decreases.
+        """
+        self.windows += 1
+        last, self._last = self._last, window
+        if not difference:
+            self._watch(window, last if file == self._file else None)
+            self._file = file
+            return window
+        if last is None:
+            self.baseline = window
+            return None
+        growth = window.counts - last.counts
+        if (growth < 0).any():
+            layer, expert = (int(i) for i in np.argwhere(growth < 0)[0])
+            raise TraceError(
+                f"the counter falls from {last.counts[layer, expert]} to {window.counts[layer, expert]} "
+                f"between windows {last.window_id} and {window.window_id}",
+                file=file,
+                layer=int(layer_ids[layer]),
+                expert=expert,
+                rule="a cumulative counter never falls",
+                hint="Was the recorder restarted in between? Give the parts apart, or pass --counters per-step.",
+            )
+        tokens = None if window.tokens is None or last.tokens is None else window.tokens - last.tokens
+        return Window(growth, tokens, window.window_id, window.phase)
+
+    def _watch(self, window: Window, last: Window | None) -> None:
+        if last is None or self._growing < 0:
+            return
+        if (window.counts < last.counts).any() or window.counts.sum() == last.counts.sum():
+            self._growing = -1
+            return
+        self._growing += 1
+        self._comparisons += window.counts.size
+
+    def refuse_hidden_counters(self, counters: Counters) -> None:
+        """Raise TraceError when every count of every window is at least that of the window before.
+
+        Independent windows do not do that; three steps and 512 comparisons make chance impossible.
+        """
+        if counters is Counters.auto and self._growing >= 3 and self._comparisons >= 512:
+            raise TraceError(
+                f"no count ever falls over {self._growing + 1} windows: these look like cumulative counters",
+                file=self._file,
+                hint="Pass --counters cumulative to take the differences, or --counters per-step if they are not.",
+            )
+
+
+def refuse_zero_layers(block: TokenBlock, model: ModelShape | None) -> None:
+    """Raise TraceError when layers read as zeros and the model's layers are not known.
+
+    A dense layer and one that the recorder did not reach look the same, and both would count as the hottest expert 0.
+    With two picks a token or more, zeros are certain not to be routing: no token picks an expert twice.
+    """
+    known = model is not None and model.moe_layer_ids is not None
+    if known or block.first_row or block.ids.shape[2] < 2 or len(block.ids) < 2:
+        return
+    zeros = np.flatnonzero(~block.ids.any(axis=(0, 2)))
+    if zeros.size:
+        layers = [block.axis.ids[i] for i in zeros] if block.axis.ids else zeros.tolist()
+        raise TraceError(
+            f"layers {layers} read as expert 0 in every pick: dense layers, or layers that were not recorded",
+            file=block.file,
+            rule="which layers are MoE is the model's to say",
+            hint="Pass --model MODEL.",
+        )
+
+
+def experts_of_map(
+    physical_to_logical: npt.NDArray[Any], known: int | None, layer_ids: npt.NDArray[np.int32], file: str
+) -> int:
+    """E of a recording's own map [L, P].
+
+    Raises:
+        TraceError: the map names an expert that the model does not have.
+    """
+    experts = known if known is not None else int(physical_to_logical.max(initial=-1)) + 1
+    outside = np.argwhere((physical_to_logical < -1) | (physical_to_logical >= experts))
+    if outside.size:
+        layer, slot = (int(i) for i in outside[0])
+        raise TraceError(
+            f"the recorded map puts expert {physical_to_logical[layer, slot]} into slot {slot}",
+            file=file,
+            layer=int(layer_ids[layer]),
+            rule=f"experts are 0..{experts - 1}",
+        )
+    return experts
+
+
+def one_rank_of(loads: ExpertLoads) -> tuple[int, int, str] | None:
+    """(rank, ranks, how) when only the experts of one rank have load: a block, or every G-th; None otherwise."""
+    counts = loads.counts.sum(0)
+    picks = int(counts.sum(1).max(initial=0))
+    experts = loads.num_experts
+    hit = np.flatnonzero(counts.any(0))
+    if not 2 <= hit.size < experts or experts % hit.size or picks * np.log(hit.size / experts) > np.log(CHANCE):
+        return None
+    ranks = experts // hit.size
+    if hit[0] % hit.size == 0 and (np.diff(hit) == 1).all():
+        return int(hit[0]) // hit.size, ranks, "block"
+    if hit[0] < ranks and (np.diff(hit) == ranks).all():
+        return int(hit[0]), ranks, "stride"
+    return None
+
+
+def refuse_one_rank(loads: ExpertLoads, file: str, *, allow: bool) -> None:
+    """Raise TraceError when the loads look like one rank's share, unless the user says that they are not."""
+    found = one_rank_of(loads)
+    if found is None or allow:
+        return
+    rank, ranks, how = found
+    experts = loads.num_experts
+    held = experts // ranks
+    raise TraceError(
+        f"{experts - held} of {experts} experts have no load and the non-zeros form exactly rank {rank}'s "
+        f"{how} of {held} experts at {ranks} ranks; is this one rank's dump?",
+        file=file,
+        hint="Give the files of all ranks together, or pass --allow-zero-experts.",
+    )
+
+
+def warnings_of(loads: ExpertLoads, options: ReadOptions, *, tokens_told: bool) -> list[str]:
+    """Remarks with numbers on what was read."""
+    warnings = []
+    totals = loads.counts.sum(0)
+    by_layer = totals.sum(1)
+    layers = loads.layer_ids
+    idle = layers[by_layer == 0].tolist()
+    if idle:
+        known = options.model is not None and options.model.moe_layer_ids is not None
+        warnings.append(
+            f"layers {_some(idle)} have no load at all"
+            + (": the recorder did not reach them" if known else "; --model tells dense layers from unrecorded ones")
+        )
+    active = totals[by_layer > 0]
+    silent = int((active == 0).sum())
+    if silent:
+        warnings.append(
+            f"{silent} of {active.size} experts were never hit (in {int((active == 0).any(1).sum())} of "
+            f"{len(active)} layers)"
+        )
+    live = by_layer[by_layer > 0]
+    if live.size and live.min() != live.max():
+        low, high = (int(layers[by_layer == value][0]) for value in (live.min(), live.max()))
+        warnings.append(
+            f"layers differ in total: layer {low} has {live.min()} assignments, layer {high} has {live.max()} "
+            "(padding, skipped layers, or mixed recordings)"
+        )
+    if tokens_told and loads.top_k and live.size:
+        expected = int(loads.tokens.sum()) * loads.top_k
+        off = layers[(by_layer != expected) & (by_layer > 0)]
+        if off.size:
+            actual = int(by_layer[layers == off[0]][0])
+            warnings.append(
+                f"{off.size} layers do not hold tokens x top-k = {expected} assignments; layer {off[0]} holds {actual} "
+                f"({actual / max(expected, 1):.3g} times)"
+            )
+    if loads.top_k and any(total % loads.top_k for total in live.tolist()) and not tokens_told:
+        warnings.append(f"assignments are not a multiple of top-k {loads.top_k} in every layer")
+    mean = float(live.max(initial=0)) / max(1, loads.num_experts)
+    if mean < TRUSTED_PICKS_PER_EXPERT:
+        warnings.append(
+            f"{mean:.3g} picks per expert and layer on average, fewer than {TRUSTED_PICKS_PER_EXPERT}: "
+            "too few tokens for a trustworthy plan"
+            + ("; with one window the held-out balancedness cannot be known" if loads.num_windows < 2 else "")
+        )
+    if options.model is not None and options.model.moe_layer_ids is not None:
+        absent = sorted(set(options.model.moe_layer_ids) - set(layers.tolist()))
+        if absent:
+            warnings.append(f"the model's MoE layers {_some(absent)} are not in the recording")
+    return warnings
+
+
+def _some(layers: list[int]) -> str:
+    shown = ", ".join(map(str, layers[:8]))
+    return shown if len(layers) <= 8 else f"{shown}, ... ({len(layers)} in all)"

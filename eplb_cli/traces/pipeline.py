@@ -1,0 +1,473 @@
+"""The rules that all recorders share: from blocks as recorded to windows of loads per logical expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_cli.errors import TraceError, UsageError
+from eplb_cli.loads import PHASES, ExpertLoads, ModelShape, Source
+from eplb_cli.traces import checks
+from eplb_cli.traces.counting import (
+    COMPILED_FROM_BYTES,
+    BadExpertIdError,
+    OrderedPool,
+    Tally,
+    count_token_ids,
+)
+from eplb_cli.traces.layers import LayerRows, resolve_layers
+from eplb_cli.traces.numbers import fold_physical, integral_counts
+from eplb_cli.traces.protocol import (
+    ALL,
+    Block,
+    CountBlock,
+    Counters,
+    LayerAxis,
+    Reader,
+    ReadOptions,
+    Recording,
+    Space,
+    TokenBlock,
+)
+from eplb_cli.traces.windows import BUDGET_BYTES, WindowStore
+
+__all__ = ["DEFAULT_WINDOW_TOKENS", "Profile", "collect"]
+
+DEFAULT_WINDOW_TOKENS = 1024
+MAX_TOKEN_WINDOWS = 1024
+"""Windows kept of a per-token trace when the user names no size; the window doubles beyond it."""
+MAX_COUNTS_BYTES = 4 << 30
+"""What an explicit --window-tokens may ask for."""
+PIECE_BYTES = 4 << 20
+COMPILED_TRACE_BYTES = 48 << 20
+"""Traces from this size on are counted by the compiled loop."""
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What was read: the loads, and remarks on this run that do not belong to what the loads mean."""
+
+    loads: ExpertLoads
+    notes: tuple[str, ...]
+
+
+@dataclass
+class _Collector:
+    """Takes the blocks of all recordings, in order, into windows."""
+
+    options: ReadOptions
+    pool: OrderedPool
+    stores: dict[int, WindowStore] = field(default_factory=dict)
+    layer_ids: npt.NDArray[np.int32] | None = None
+    num_experts: int | None = None
+    first_file: str = ""
+    dropped: dict[str, int] = field(default_factory=dict)
+    warnings: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    token_fill: dict[int, int] = field(default_factory=dict)
+    """phase -> tokens submitted to the window that is still open."""
+    open_windows: dict[int, tuple[npt.NDArray[np.int64], int]] = field(default_factory=dict)
+    """phase -> counts and tokens of the open window, as far as results have come in."""
+    windows_done: dict[int, int] = field(default_factory=dict)
+    skipped: int = 0
+    """Of the recording at hand: steps, or tokens of a per-token trace, left out so far."""
+    tokens_told: bool = False
+
+    @property
+    def model(self) -> ModelShape | None:
+        """What is known of the model, from the user or from the plan in force while recording."""
+        plan = self.options.physical_to_logical
+        if self.options.model is None and plan is not None:
+            return ModelShape(None, plan.num_experts, moe_layer_ids=tuple(plan.layer_ids.tolist()))
+        return self.options.model
+
+    def drop(self, reason: str, amount: int) -> None:
+        if amount:
+            self.dropped[reason] = self.dropped.get(reason, 0) + amount
+
+    def warn(self, text: str) -> None:
+        self.warnings[text] = None
+
+    # -- layers and experts ------------------------------------------------------------------------------------------
+
+    def rows_of(self, axis: LayerAxis, file: str) -> LayerRows:
+        rows = resolve_layers(axis, self.model, file)
+        if rows.beyond:
+            self.warn(f"layers {list(rows.beyond)} lie beyond the model's last (a draft layer?) and were left out")
+        if self.layer_ids is None:
+            self.layer_ids, self.first_file = rows.layer_ids, file
+        elif not np.array_equal(self.layer_ids, rows.layer_ids):
+            raise TraceError(
+                f"holds layers {rows.layer_ids.tolist()}",
+                file=file,
+                rule=f"{self.first_file} holds layers {self.layer_ids.tolist()}; files merge when their layers agree",
+            )
+        return rows
+
+    def settle_num_experts(self, columns: int, file: str) -> None:
+        known = self.num_experts if self.num_experts is not None else self.options.num_experts
+        if known is not None and columns != known:
+            raise TraceError(
+                f"{columns} columns a layer, expected {known} experts",
+                file=file,
+                rule="a column is a logical expert",
+                hint="Are these physical slots? Pass the map in force: --physical-to-logical PLAN. "
+                "With fused shared experts, record with the fusion off."
+                if columns > known
+                else "Is this the model that was recorded?",
+            )
+        self.num_experts = columns
+
+    def plan_rows(self, rows: LayerRows, slots: int | None, file: str) -> npt.NDArray[np.int32]:
+        """Rows [L, P] of --physical-to-logical for the block's layers."""
+        plan = self.options.physical_to_logical
+        assert plan is not None  # noqa: S101 - callers ask only when it was given
+        absent = set(rows.layer_ids.tolist()) - set(plan.layer_ids.tolist())
+        if absent:
+            raise TraceError(
+                f"layers {sorted(absent)} are not in the plan given as --physical-to-logical",
+                file=file,
+                rule=f"it has layers {plan.layer_ids.tolist()}",
+            )
+        if slots is not None and slots != plan.num_slots:
+            raise TraceError(
+                f"{slots} columns a layer",
+                file=file,
+                rule=f"the plan given as --physical-to-logical has {plan.num_slots} slots",
+            )
+        return plan.physical_to_logical[np.searchsorted(plan.layer_ids, rows.layer_ids)]
+
+    # -- windows -----------------------------------------------------------------------------------------------------
+
+    def store(self, phase: int, *, of_tokens: bool) -> WindowStore:
+        if phase not in self.stores:
+            assert self.layer_ids is not None and self.num_experts is not None  # noqa: S101
+            layers, experts = len(self.layer_ids), self.num_experts
+            limit: int | None = max(2, BUDGET_BYTES // max(1, 8 * layers * experts))
+            if of_tokens:
+                limit = None if self.options.window_tokens else min(limit or 2, MAX_TOKEN_WINDOWS)
+            self.stores[phase] = WindowStore(layers, experts, limit)
+        return self.stores[phase]
+
+    def put(self, counts: npt.NDArray[np.int64], tokens: int, window_id: int, phase: int, *, of_tokens: bool) -> None:
+        """Keep a finished window, unless it is empty."""
+        if tokens == 0 and not counts.any():
+            self.drop("empty_windows", 1)
+            return
+        store = self.store(phase, of_tokens=of_tokens)
+        store.append(counts, tokens, window_id)
+        used = store.arrays()[0].nbytes
+        if store.limit is None and used > MAX_COUNTS_BYTES:
+            raise UsageError(
+                f"--window-tokens {self.options.window_tokens} makes more than {len(store.arrays()[1])} windows, "
+                f"{used / 2**30:.0f} GiB of counts",
+                hint="Ask for larger windows, or leave --window-tokens out: the size then follows the trace.",
+            )
+
+    def kept_phase(self, phase: int) -> int | None:
+        """The phase a window is filed under; None when --phase leaves it out."""
+        wanted = self.options.phase
+        if wanted == ALL or phase == wanted:
+            return phase
+        if phase == ALL:
+            self.warn(f"the trace does not tell prefill from decode; taken as {PHASES[wanted]}, as --phase says")
+            return wanted
+        return None
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def add_tokens(self, block: TokenBlock, recording: Recording) -> None:
+        if self.options.counters is Counters.cumulative:
+            raise UsageError("--counters cumulative: a per-token trace has no counters", file=block.file)
+        if block.space is Space.logical and self.options.physical_to_logical is not None:
+            raise UsageError(
+                "the recorder writes logical ids", file=block.file, hint="Leave --physical-to-logical out."
+            )
+        phase = self.kept_phase(block.phase)
+        checks.refuse_zero_layers(block, self.model)
+        rows = self.rows_of(block.axis, block.file)
+        plan = self.options.physical_to_logical
+        fold = None if plan is None else self.plan_rows(rows, None, block.file)
+        experts = self.options.need_num_experts(block.file) if plan is None else plan.num_experts
+        self.settle_num_experts(experts, block.file)
+        if recording.top_k is None:
+            recording.top_k = block.ids.shape[2]
+        if phase is None:
+            self.drop("other_phase_tokens", len(block.ids))
+            return
+        size = self.options.window_tokens or DEFAULT_WINDOW_TOKENS
+        most = max(1, PIECE_BYTES // max(1, block.ids[:1].nbytes))
+        start = min(len(block.ids), max(0, self.options.skip_steps * size - self.skipped))
+        self.skipped += start
+        self.drop("skipped_tokens", start)
+        while start < len(block.ids):
+            fill = self.token_fill.get(phase, 0)
+            stop = min(len(block.ids), start + size - fill, start + most)
+            self._submit(block, rows, fold, start, stop, phase, recording)
+            self.token_fill[phase] = fill + stop - start
+            if self.token_fill[phase] == size:
+                self.token_fill[phase] = 0
+                self.pool.submit(_nothing, partial(self._close_after, phase))
+            start = stop
+
+    def _submit(
+        self,
+        block: TokenBlock,
+        rows: LayerRows,
+        fold: npt.NDArray[np.int32] | None,
+        start: int,
+        stop: int,
+        phase: int,
+        recording: Recording,
+    ) -> None:
+        ids = block.ids[start:stop]
+        assert self.num_experts is not None  # noqa: S101
+        width = self.num_experts if fold is None else fold.shape[1]
+        compiled = recording.size >= COMPILED_TRACE_BYTES and ids.nbytes >= COMPILED_FROM_BYTES
+        ignore = self.options.ignore_expert_id
+
+        def work() -> Tally:
+            try:
+                return count_token_ids(ids, rows.positions, width, ignore, compiled=compiled)
+            except BadExpertIdError as bad:
+                raise self._bad_id(block, rows, start, bad, width) from None
+
+        self.pool.submit(work, partial(self._take, phase=phase, fold=fold))
+
+    def _bad_id(self, block: TokenBlock, rows: LayerRows, start: int, bad: BadExpertIdError, width: int) -> TraceError:
+        layer = int(rows.layer_ids[int(np.flatnonzero(rows.positions == bad.layer)[0])])
+        known = "num_experts" if self.options.physical_to_logical is None else "slots of --physical-to-logical"
+        return TraceError(
+            f"id {bad.value} >= {known} {width} at column {bad.column}"
+            if bad.value >= 0
+            else f"id {bad.value} at column {bad.column} is negative (padding is -1)",
+            file=block.file,
+            layer=layer,
+            row=block.first_row + start + bad.row,
+            rule=f"ids are 0..{width - 1}",
+            hint=f"Are these physical ids? Pass the map in force: --physical-to-logical PLAN. "
+            f"Is {bad.value} a placeholder? --ignore-expert-id {bad.value} drops it.",
+        )
+
+    def _take(self, tally: Tally, *, phase: int, fold: npt.NDArray[np.int32] | None) -> None:
+        counts = tally.counts
+        if fold is not None:
+            assert self.num_experts is not None  # noqa: S101
+            counts = fold_physical(counts[None], fold, self.num_experts)[0]
+        self.drop("padding_rows", tally.padding_rows)
+        self.drop("padding_ids", tally.padding_ids)
+        self.drop("ignored_expert_ids", tally.ignored_ids)
+        if phase in self.open_windows:
+            held, tokens = self.open_windows[phase]
+            held += counts
+            self.open_windows[phase] = (held, tokens + tally.tokens)
+        else:
+            self.open_windows[phase] = (counts.copy(), tally.tokens)
+
+    def _close_after(self, phase: int, _: None) -> None:
+        self._close(phase)
+
+    def _close(self, phase: int) -> None:
+        if phase in self.open_windows:
+            counts, tokens = self.open_windows.pop(phase)
+            number = self.windows_done.get(phase, 0)
+            self.windows_done[phase] = number + 1
+            self.put(counts, tokens, number, phase, of_tokens=True)
+
+    def close_token_windows(self) -> None:
+        """The last, shorter window of each phase."""
+        self.pool.drain()
+        for phase in sorted(self.open_windows):
+            self._close(phase)
+
+    def add_counts(self, block: CountBlock, recording: Recording, history: checks.CounterHistory) -> None:
+        rows = self.rows_of(block.axis, block.file)
+        ids = np.full(block.axis.length, -1, np.int64)
+        ids[rows.positions] = rows.layer_ids
+        for row, layer in rows.dense.items():
+            ids[row] = layer
+        counts = integral_counts(block.counts, ids, block.file)
+        for row, layer in rows.dense.items():
+            if counts[:, row].any():
+                raise TraceError(
+                    "has load, but the model says the layer is dense",
+                    file=block.file,
+                    layer=layer,
+                    expert=int(np.flatnonzero(counts[:, row].any(0))[0]),
+                    hint="Is --model the model that was recorded?",
+                )
+        counts = counts[:, rows.positions]
+        if block.space is Space.logical and self.options.physical_to_logical is not None:
+            raise UsageError(
+                "the recorder writes logical counts", file=block.file, hint="Leave --physical-to-logical out."
+            )
+        if block.physical_to_logical is not None:
+            if self.options.physical_to_logical is not None:
+                raise UsageError(
+                    "the recording holds its own map", file=block.file, hint="Leave --physical-to-logical out."
+                )
+            table = block.physical_to_logical[rows.positions]
+            experts = checks.experts_of_map(table, self.options.num_experts, rows.layer_ids, block.file)
+            counts = fold_physical(counts, table, experts)
+        elif self.options.physical_to_logical is not None:
+            table = self.plan_rows(rows, counts.shape[2], block.file)
+            counts = fold_physical(counts, table, self.options.physical_to_logical.num_experts)
+        elif block.space is Space.physical:
+            raise TraceError(
+                f"counts {counts.shape[2]} physical slots, and the recording does not hold the map in force",
+                file=block.file,
+                rule="physical against logical is never guessed",
+                hint="Pass the map in force: --physical-to-logical PLAN.",
+            )
+        self.settle_num_experts(counts.shape[2], block.file)
+        self.pool.drain()
+        step = self.options.counters is Counters.cumulative or (
+            recording.cumulative and self.options.counters is Counters.auto
+        )
+        phases = np.broadcast_to(np.asarray(block.phase, np.uint8), (len(counts),))
+        window_ids = np.arange(history.windows, history.windows + len(counts))
+        if block.window_ids is not None:
+            window_ids = block.window_ids
+        for index in range(len(counts)):
+            window = checks.Window(
+                counts[index],
+                None if block.tokens is None else int(block.tokens[index]),
+                int(window_ids[index]),
+                int(phases[index]),
+            )
+            taken = history.take(window, rows.layer_ids, block.file, difference=step)
+            if taken is not None:
+                self.put_recorded(taken, recording)
+
+    def put_recorded(self, window: checks.Window, recording: Recording) -> None:
+        """Keep a recorded window; its tokens are assignments / top-k when the recorder does not tell them."""
+        phase = self.kept_phase(window.phase)
+        if phase is None:
+            self.drop("other_phase_windows", 1)
+            return
+        if self.skipped < self.options.skip_steps:
+            self.skipped += 1
+            self.drop("skipped_steps", 1)
+            return
+        tokens = window.tokens
+        if tokens is None:
+            top_k = recording.top_k or self.options.top_k
+            tokens = int(window.counts.sum(1).max(initial=0)) // top_k if top_k else 0
+        else:
+            self.tokens_told = True
+        self.put(window.counts, tokens, window.window_id, phase, of_tokens=False)
+
+    def finish_counters(self, history: checks.CounterHistory, recording: Recording) -> None:
+        """A lone snapshot of cumulative counters counts from zero; otherwise what came before the first is left out."""
+        history.refuse_hidden_counters(self.options.counters)
+        if history.baseline is None:
+            return
+        if history.windows == 1:
+            self.put_recorded(history.baseline, recording)
+        else:
+            self.drop("counters_before_recording", int(history.baseline.counts.sum()))
+
+    def finish_recording(self, recording: Recording) -> None:
+        self.skipped = 0
+        for reason, amount in recording.dropped.items():
+            self.drop(reason, amount)
+        self.warnings.update(dict.fromkeys(recording.warnings))
+        self.notes.update(dict.fromkeys(recording.notes))
+
+
+def _nothing() -> None:
+    """The task of closing a window: nothing to compute, it only waits its turn."""
+
+
+def collect(recordings: Sequence[tuple[Reader, Recording]], options: ReadOptions) -> Profile:
+    """Read all recordings, in order, into one profile.
+
+    Raises:
+        TraceError: a file breaks a rule of its format or of all formats.
+        UsageError: an option contradicts a recording, or a needed one is missing.
+    """
+    top_ks: set[int] = set()
+    architectures: set[str] = set()
+    with OrderedPool() as pool:
+        collector = _Collector(options, pool)
+        for reader, recording in recordings:
+            history = checks.CounterHistory()
+            for block in reader.read(recording):
+                _check_axis(block)
+                if isinstance(block, TokenBlock):
+                    collector.add_tokens(block, recording)
+                else:
+                    collector.add_counts(block, recording, history)
+            pool.drain()
+            collector.finish_counters(history, recording)
+            collector.finish_recording(recording)
+            if recording.top_k is not None:
+                top_ks.add(recording.top_k)
+            if recording.architecture is not None:
+                architectures.add(recording.architecture)
+        collector.close_token_windows()
+    return _profile(collector, recordings, top_ks, architectures)
+
+
+def _check_axis(block: Block) -> None:
+    array = block.counts if isinstance(block, CountBlock) else block.ids
+    if array.ndim != 3 or array.shape[1] != block.axis.length:
+        raise TraceError(
+            f"holds an array {list(array.shape)} for {block.axis.length} layers",
+            file=block.file,
+            rule="three axes are expected, the second of them the layers",
+        )
+
+
+def _profile(
+    collector: _Collector,
+    recordings: Sequence[tuple[Reader, Recording]],
+    top_ks: set[int],
+    architectures: set[str],
+) -> Profile:
+    options = collector.options
+    names = ", ".join(file.name for _, recording in recordings for file in recording.files[:3])
+    if collector.layer_ids is None or collector.num_experts is None:
+        raise TraceError("nothing to count: the traces hold no record", file=names)
+    if not collector.stores and collector.dropped:
+        left_out = ", ".join(f"{reason} {amount}" for reason, amount in sorted(collector.dropped.items()))
+        raise TraceError(f"nothing to count: no window holds a token (left out: {left_out})", file=names)
+    stores = [(phase, collector.stores[phase]) for phase in sorted(collector.stores)]
+    arrays = [store.arrays() for _, store in stores]
+    if not arrays:
+        none = np.zeros(0, np.int64)
+        arrays = [(np.zeros((0, len(collector.layer_ids), collector.num_experts), np.int64), none, none)]
+    counts, tokens, window_ids = (
+        arrays[0] if len(arrays) == 1 else tuple(np.concatenate([a[i] for a in arrays]) for i in range(3))
+    )
+    window_phase = np.repeat([phase for phase, _ in stores], [len(store.arrays()[1]) for _, store in stores])
+    top_k = options.top_k or (top_ks.pop() if len(top_ks) == 1 else None)
+    for phase, store in stores:
+        if store.merged > 1:
+            collector.warn(
+                f"{store.merged} recorded windows each were merged into one to bound memory"
+                + ("" if phase == ALL else f" ({PHASES[phase]})")
+                if not collector.windows_done.get(phase)
+                else f"windows hold {store.merged * DEFAULT_WINDOW_TOKENS} tokens, so that they stay few"
+            )
+    model = options.model.architecture if options.model and options.model.architecture else None
+    loads = ExpertLoads(
+        counts=counts,
+        tokens=tokens,
+        layer_ids=collector.layer_ids,
+        window_ids=window_ids,
+        window_phase=window_phase.astype(np.uint8),
+        model=model or (architectures.pop() if len(architectures) == 1 else None),
+        top_k=top_k,
+        sources=tuple(
+            Source(file.label, file.sha256, reader.name) for reader, recording in recordings for file in recording.files
+        ),
+        dropped=collector.dropped,
+    )
+    checks.refuse_one_rank(loads, names, allow=options.allow_zero_experts)
+    warnings = [*collector.warnings, *checks.warnings_of(loads, options, tokens_told=collector.tokens_told)]
+    return Profile(replace(loads, warnings=tuple(warnings)), tuple(collector.notes))

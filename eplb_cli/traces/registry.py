@@ -1,0 +1,175 @@
+"""Which reader reads which file: told by content, grouped into recordings, replicas kept once."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from eplb_cli.errors import TraceError, UsageError
+from eplb_cli.traces.counts import CountMatrixReader
+from eplb_cli.traces.eplb_profile import EplbProfileReader
+from eplb_cli.traces.files import TraceFile, natural_key
+from eplb_cli.traces.pipeline import Profile, collect
+from eplb_cli.traces.protocol import Match, RankDumps, Reader, ReadOptions, Recording
+from eplb_cli.traces.sglang_stat import SglangJsonReader, SglangStatReader
+from eplb_cli.traces.token_ids import TokenIdsReader
+from eplb_cli.traces.vllm_responses import VllmResponseReader
+
+__all__ = ["READERS", "read_traces"]
+
+READERS: tuple[Reader, ...] = (
+    EplbProfileReader(),
+    TokenIdsReader(),
+    VllmResponseReader(),
+    SglangStatReader(),
+    SglangJsonReader(),
+    CountMatrixReader(),
+)
+"""All known recorders. A new one is a module and a line here."""
+
+
+def read_traces(
+    paths: Sequence[Path],
+    options: ReadOptions,
+    *,
+    trace_format: str = "auto",
+    advance: Callable[[int], None] = lambda _: None,
+    expect: Callable[[int], None] = lambda _: None,
+) -> Profile:
+    """Read files and folders of recorders into one profile.
+
+    Args:
+        paths: in the order their windows are to have; a folder stands for its files in natural order.
+        options: what the user says about them.
+        trace_format: "auto", or the name of the one reader to use.
+        advance: told of bytes read; expect: told once of the bytes there are.
+
+    Raises:
+        TraceError: a file cannot be read, is of no known recorder, or breaks a rule.
+        UsageError: an unknown format, or an option that contradicts the traces.
+    """
+    chosen = None if trace_format == "auto" else _reader_named(trace_format)
+    recordings: list[tuple[Reader, Recording]] = []
+    for file in _files(paths, advance):
+        file.refuse_non_traces()
+        reader, match = (chosen, _forced(chosen, file, options)) if chosen else _recognise(file, options)
+        if match.skip is not None:
+            _recording(recordings, reader, file, options).notes.append(f"{file.label} was left out: {match.skip}")
+            continue
+        recording = _recording(recordings, reader, file, options)
+        recording.files = [*recording.files, file]
+    if not any(recording.files for _, recording in recordings):
+        raise TraceError("holds no trace", file=", ".join(map(str, paths)), hint=_looked_for())
+    _keep_replicas_once(recordings, options)
+    recordings = [(reader, recording) for reader, recording in recordings if recording.files]
+    expect(sum(recording.size for _, recording in recordings))
+    return collect(recordings, options)
+
+
+def _files(paths: Sequence[Path], advance: Callable[[int], None]) -> Iterator[TraceFile]:
+    for path in paths:
+        if path.is_dir():
+            inside = sorted((p for p in path.rglob("*") if _is_visible_file(p, path)), key=natural_key)
+            if not inside:
+                raise TraceError("the folder holds no file", file=path)
+            for file in inside:
+                yield TraceFile(file, f"{path.name}/{file.relative_to(path).as_posix()}", advance)
+        elif path.exists():
+            yield TraceFile(path, advance=advance)
+        else:
+            raise TraceError("no such file", file=path)
+
+
+def _is_visible_file(path: Path, folder: Path) -> bool:
+    return path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _recording(
+    recordings: list[tuple[Reader, Recording]], reader: Reader, file: TraceFile, options: ReadOptions
+) -> Recording:
+    """The recording of the file's reader and folder, made when it is the first."""
+    for known, recording in recordings:
+        if known is reader and recording.folder == file.path.parent:
+            return recording
+    recording = Recording([], options, folder=file.path.parent)
+    recordings.append((reader, recording))
+    return recording
+
+
+def _reader_named(name: str) -> Reader:
+    names = [reader.name for reader in READERS]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        raise UsageError(
+            f"--trace-format {name} is not known",
+            rule=f"did you mean {near[0]}?" if near else None,
+            hint=f"Known: auto, {', '.join(names)}.",
+        )
+    return READERS[names.index(name)]
+
+
+def _forced(reader: Reader, file: TraceFile, options: ReadOptions) -> Match:
+    """A chosen reader takes every file, but may still know companions that hold nothing to count."""
+    match = reader.recognise(file, options)
+    return match if match.skip is not None else Match(100)
+
+
+def _recognise(file: TraceFile, options: ReadOptions) -> tuple[Reader, Match]:
+    found = [(reader, reader.recognise(file, options)) for reader in READERS]
+    best = max(match.confidence for _, match in found)
+    winners = [(reader, match) for reader, match in found if match.confidence == best]
+    if best < 50:
+        reader, match = winners[0]
+        raise TraceError(
+            f"is of no known recorder ({file.container}; nearest: {reader.name}, but {match.reason})"
+            if best
+            else f"is of no known recorder ({file.container})",
+            file=file.name,
+            hint=f"{_looked_for()}\nName the format with --trace-format if you know it.",
+        )
+    if len(winners) > 1:
+        raise TraceError(
+            f"fits several recorders: {', '.join(reader.name for reader, _ in winners)}",
+            file=file.name,
+            hint="Choose one with --trace-format.",
+        )
+    return winners[0]
+
+
+def _looked_for() -> str:
+    return "Looked for:\n" + "\n".join(f"  {reader.name}: {reader.looks_for}" for reader in READERS)
+
+
+def _keep_replicas_once(recordings: list[tuple[Reader, Recording]], options: ReadOptions) -> None:
+    """Drop files that repeat another's bytes: no two ranks, steps or requests record the same by chance.
+
+    The remark goes to this run's notes, so that four identical dumps make the profile that one makes.
+    """
+    if options.rank_dumps is RankDumps.sum:
+        return
+    for reader in READERS:
+        own = [recording for known, recording in recordings if known is reader]
+        files = [file for recording in own for file in recording.files]
+        if not reader.replicas_possible or len(files) < 2:
+            continue
+        sizes = Counter(file.size for file in files)
+        first_of: dict[str, TraceFile] = {}
+        for recording in own:
+            kept = []
+            for file in recording.files:
+                first = first_of.setdefault(file.sha256, file) if sizes[file.size] > 1 else file
+                if first is file:
+                    kept.append(file)
+                else:
+                    recording.notes.append(f"{file.label} is a replica of {first.label}; kept once")
+            recording.files = kept
+        kept_files = [file for recording in own for file in recording.files]
+        if options.rank_dumps is RankDumps.replicated and len(kept_files) > 1:
+            raise TraceError(
+                f"differs from {kept_files[0].name}",
+                file=kept_files[1].name,
+                rule="--rank-dumps replicated says that all files hold the same",
+                hint="Partial dumps are added with --rank-dumps sum.",
+            )

@@ -1,0 +1,162 @@
+"""Per-request routing inside saved responses: finding each choice, its tokens and its phases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_cli.errors import TraceError
+from eplb_cli.traces.files import Container, TraceFile
+from eplb_cli.traces.protocol import ALL, DECODE, PREFILL, LayerAxis, Recording, TokenBlock
+
+__all__ = ["FIELD", "Choice", "blocks_of_choice", "choices_of_file", "first_payload"]
+
+FIELD = "routed_experts"
+MAX_DEPTH = 12
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The routing of one choice of one response.
+
+    Args:
+        payload: what the field holds: base64 text, or a nested list.
+        line: line of the file, from 1.
+        index: the choice's place in its response.
+        siblings: choices in the response.
+        prompt_tokens, completion_tokens, cached_tokens: of the response; None where it does not tell.
+    """
+
+    payload: Any
+    line: int
+    index: int
+    siblings: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int
+
+
+def choices_of_file(file: TraceFile, recording: Recording | None = None) -> Iterator[Choice]:
+    """Every choice with routing, in the file's order. A cut last line is left out with a warning."""
+    for line, record, cut in _records(file):
+        if cut:
+            if recording is not None:
+                recording.warnings.append(f"{file.label}: the last line ({line}) is cut and was left out")
+            continue
+        for group in _responses(record, 0):
+            payloads = [(index, payload) for index, payload in group.payloads if payload is not None]
+            if recording is not None:
+                recording.drop("choices_without_routing", len(group.payloads) - len(payloads))
+            for index, payload in payloads:
+                yield Choice(payload, line, index, len(group.payloads), group.prompt, group.completion, group.cached)
+
+
+def first_payload(file: TraceFile) -> Any:
+    """The first choice's routing, or None when the first record has none."""
+    if file.container in (Container.json, Container.jsonl):
+        record = file.first_record
+    elif file.container is Container.text and file.head.lstrip().startswith(b"data:"):
+        record = [item for _, item, cut in _records(file) if not cut]
+    else:
+        return None
+    return next((p for group in _responses(record, 0) for _, p in group.payloads if p is not None), None)
+
+
+def blocks_of_choice(
+    ids: npt.NDArray[np.integer],
+    choice: Choice,
+    axis: LayerAxis,
+    file: TraceFile,
+    recording: Recording,
+    start: int | None,
+) -> Iterator[TokenBlock]:
+    """Prompt and completion apart, without the tokens whose keys and values came from the prefix cache.
+
+    Args:
+        ids: [rows, layers, k]; row r routed the token at position start + r.
+        start: position of the first row; None when the response does not tell, and the phase is then unknown.
+    """
+    name = f"{file.name} (line {choice.line}, choice {choice.index})"
+    prompt = choice.prompt_tokens
+    told = recording.options.prompt_rows
+    if start is None or prompt is None:
+        prompt, start, cached = told, 0, 0
+    else:
+        cached = min(max(choice.cached_tokens - start, 0), len(ids))
+    recording.drop("cached_prefix_tokens", cached)
+    if prompt is None:
+        yield TokenBlock(ids[cached:], axis, name, cached, ALL)
+        return
+    boundary = min(max(prompt - start, cached), len(ids))
+    yield TokenBlock(ids[cached:boundary], axis, name, cached, PREFILL)
+    yield TokenBlock(ids[boundary:], axis, name, boundary, DECODE)
+
+
+@dataclass(frozen=True)
+class _Response:
+    payloads: list[tuple[int, Any]]
+    prompt: int | None
+    completion: int | None
+    cached: int
+
+
+def _responses(record: Any, depth: int) -> Iterator[_Response]:
+    """Responses anywhere inside a record: OpenAI's `choices`, SGLang's `meta_info`, or a bare `routed_experts`."""
+    if depth > MAX_DEPTH:
+        return
+    if isinstance(record, list):
+        for item in record:
+            yield from _responses(item, depth + 1)
+        return
+    if not isinstance(record, dict):
+        return
+    choices = record.get("choices")
+    if isinstance(choices, list) and any(isinstance(c, dict) and _payload(c) is not None for c in choices):
+        usage = record.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or {}
+        yield _Response(
+            [(i, _payload(choice)) for i, choice in enumerate(choices) if isinstance(choice, dict)],
+            usage.get("prompt_tokens"),
+            usage.get("completion_tokens"),
+            details.get("cached_tokens") or 0,
+        )
+    elif FIELD in record:
+        yield _Response(
+            [(0, record[FIELD])],
+            record.get("prompt_tokens"),
+            record.get("completion_tokens"),
+            record.get("cached_tokens") or 0,
+        )
+    else:
+        for value in record.values():
+            if isinstance(value, dict | list):
+                yield from _responses(value, depth + 1)
+
+
+def _payload(choice: dict[str, Any]) -> Any:
+    if FIELD in choice:
+        return choice[FIELD]
+    for inner in ("meta_info", "sglext", "message"):
+        if isinstance(choice.get(inner), dict) and FIELD in choice[inner]:
+            return choice[inner][FIELD]
+    return None
+
+
+def _records(file: TraceFile) -> Iterator[tuple[int, Any, bool]]:
+    if file.container is not Container.text:
+        yield from file.records()
+        return
+    # A saved stream of server-sent events: the routing is in the last chunk of each choice.
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        payload = line.strip().removeprefix(b"data:").strip()
+        if not payload or payload == b"[DONE]":
+            continue
+        try:
+            yield number, json.loads(payload), False
+        except ValueError as error:
+            raise TraceError(f"line {number} is not JSON: {error}", file=file.name) from None

@@ -1,0 +1,278 @@
+"""Count matrices in every container, refused by layer and expert where a number cannot be a load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from eplb_cli.errors import TraceError, UsageError
+from eplb_cli.loads import ModelShape
+from eplb_cli.placement import Placement
+from eplb_cli.traces import Counters, RankDumps, ReadOptions, read_traces
+
+COUNTS = np.random.default_rng(0).poisson(300, (3, 2, 16)).astype(np.int64)
+MODEL = ModelShape("M", 16, 4, 5, (1, 3))
+
+
+def write(path: Path, array: Any) -> Path:
+    """One array in the container that the suffix names."""
+    if path.suffix == ".npy":
+        np.save(path, array)
+    elif path.suffix == ".npz":
+        np.savez(path, counts=array)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(array.tolist()))
+    elif path.suffix == ".safetensors":
+        save_file({"counts": np.ascontiguousarray(array)}, path)
+    else:
+        torch.save(torch.from_numpy(np.ascontiguousarray(array)), path)
+    return path
+
+
+SUFFIXES = [".npy", ".npz", ".json", ".safetensors", ".pt"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.float64, np.int32])
+def test_every_container_and_number_type(tmp_path: Path, suffix: str, dtype: type) -> None:
+    path = write(tmp_path / f"a{suffix}", COUNTS.astype(dtype))
+    loads = read_traces([path], ReadOptions(MODEL)).loads
+    assert (loads.counts == COUNTS).all()
+    assert loads.layer_ids.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_two_axes_are_one_window(tmp_path: Path, suffix: str) -> None:
+    loads = read_traces([write(tmp_path / f"a{suffix}", COUNTS[0])], ReadOptions()).loads
+    assert (loads.counts == COUNTS[:1]).all()
+    assert loads.layer_ids.tolist() == [0, 1]
+
+
+def test_the_content_decides_not_the_suffix(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npy", COUNTS).rename(tmp_path / "a.json")
+    assert (read_traces([path], ReadOptions()).loads.counts == COUNTS).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0, 0.5])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_number_that_is_no_load_is_refused_by_layer_and_expert(tmp_path: Path, suffix: str, bad: float) -> None:
+    counts = COUNTS.astype(np.float64)
+    counts[1, 1, 7] = bad
+    with pytest.raises(TraceError, match="loads must be whole numbers, finite and >= 0") as caught:
+        read_traces([write(tmp_path / f"a{suffix}", counts)], ReadOptions(MODEL))
+    assert (caught.value.layer, caught.value.expert) == (3, 7)
+    assert f"load is {bad}" in str(caught.value)
+
+
+def test_a_word_among_numbers_is_refused_by_place(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[[1, 2], [3, "x"]]')
+    with pytest.raises(TraceError, match="load is 'x'") as caught:
+        read_traces([tmp_path / "a.json"], ReadOptions())
+    assert (caught.value.layer, caught.value.expert) == (1, 1)
+
+
+def test_ragged_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[[1, 2], [3]]")
+    with pytest.raises(TraceError, match=r"entry \[1\] has 1 values; entry \[0\] has 2"):
+        read_traces([tmp_path / "a.json"], ReadOptions())
+
+
+def test_counts_beyond_32_bits_stay_exact(tmp_path: Path) -> None:
+    counts = COUNTS + 2**53 + 1
+    loads = read_traces([write(tmp_path / "a.npy", counts)], ReadOptions(MODEL)).loads
+    assert (loads.counts == counts).all()
+
+
+def test_tokens_are_assignments_over_top_k(tmp_path: Path) -> None:
+    counts = np.full((2, 2, 16), 25)
+    assert read_traces([write(tmp_path / "a.npy", counts)], ReadOptions(MODEL)).loads.tokens.tolist() == [100, 100]
+    assert read_traces([tmp_path / "a.npy"], ReadOptions()).loads.tokens.tolist() == [0, 0]
+
+
+def test_side_arrays_name_layers_tokens_and_windows(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "a.npz", counts=COUNTS, layer_ids=np.array([4, 9]), tokens=np.full(3, 1200), window_ids=[7, 8, 11]
+    )
+    loads = read_traces([tmp_path / "a.npz"], ReadOptions()).loads
+    assert (loads.layer_ids.tolist(), loads.tokens.tolist()) == ([4, 9], [1200] * 3)
+    assert loads.window_ids.tolist() == [7, 8, 11]
+
+
+def test_windows_without_load_are_dropped_and_counted(tmp_path: Path) -> None:
+    counts = COUNTS.copy()
+    counts[1] = 0
+    loads = read_traces([write(tmp_path / "a.npy", counts)], ReadOptions()).loads
+    assert (loads.num_windows, loads.dropped) == (2, {"empty_windows": 1})
+    assert loads.window_ids.tolist() == [0, 2]
+
+
+def test_warm_up_steps_are_skipped(tmp_path: Path) -> None:
+    loads = read_traces([write(tmp_path / "a.npy", COUNTS)], ReadOptions(skip_steps=2)).loads
+    assert (loads.counts == COUNTS[2:]).all()
+    assert loads.dropped == {"skipped_steps": 2}
+
+
+def test_slots_taken_for_experts_ask_for_the_map(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npy", np.ones((2, 20), np.int64))
+    with pytest.raises(TraceError, match="20 columns a layer, expected 16 experts") as caught:
+        read_traces([path], ReadOptions(MODEL))
+    assert "--physical-to-logical PLAN" in str(caught.value.hint)
+    plan = Placement.initial(16, 4, 4, [1, 3])
+    loads = read_traces([path], ReadOptions(MODEL, physical_to_logical=plan)).loads
+    assert loads.counts.tolist() == [[[2] * 4 + [1] * 12] * 2]
+
+
+def test_a_plan_of_another_width_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npy", np.ones((2, 20), np.int64))
+    with pytest.raises(TraceError, match=r"20 columns a layer; the plan .* has 24 slots"):
+        read_traces([path], ReadOptions(MODEL, physical_to_logical=Placement.initial(16, 8, 4, [1, 3])))
+
+
+def test_load_in_a_dense_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="the model says the layer is dense") as caught:
+        read_traces([write(tmp_path / "a.npy", np.ones((5, 16), np.int64))], ReadOptions(MODEL))
+    assert caught.value.layer == 0
+
+
+@pytest.mark.parametrize("how", [slice(0, 16), slice(16, 32), slice(1, 64, 4)])
+def test_one_ranks_dump_is_noticed(tmp_path: Path, how: slice) -> None:
+    counts = np.zeros((1, 64), np.int64)
+    counts[0, how] = 9
+    path = write(tmp_path / "a.npy", counts)
+    with pytest.raises(TraceError, match="48 of 64 experts have no load and the non-zeros form exactly rank") as caught:
+        read_traces([path], ReadOptions())
+    assert "is this one rank's dump?" in str(caught.value) and "--allow-zero-experts" in str(caught.value.hint)
+    loads = read_traces([path], ReadOptions(allow_zero_experts=True)).loads
+    assert any("48 of 64 experts were never hit" in warning for warning in loads.warnings)
+
+
+def test_a_few_unhit_experts_are_a_warning_only(tmp_path: Path) -> None:
+    counts = np.full((1, 64), 900)
+    counts[0, [5, 9]] = 0
+    loads = read_traces([write(tmp_path / "a.npy", counts)], ReadOptions()).loads
+    assert loads.warnings == ("2 of 64 experts were never hit (in 1 of 1 layers)",)
+
+
+def test_the_first_request_decides_nothing(tmp_path: Path) -> None:
+    counts = np.bincount(np.arange(40) * 3, minlength=128)[None]
+    loads = read_traces([write(tmp_path / "a.npy", counts)], ReadOptions()).loads
+    assert any("picks per expert" in w and "held-out balancedness cannot be known" in w for w in loads.warnings)
+
+
+def test_cumulative_counters_are_differenced(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npy", np.array([[[10, 20]], [[15, 40]]]))
+    loads = read_traces([path], ReadOptions(counters=Counters.cumulative)).loads
+    assert loads.counts.tolist() == [[[5, 20]]]
+    assert loads.dropped == {"counters_before_recording": 30}
+
+
+def test_a_counter_that_falls_is_not_cumulative(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npy", np.array([[[10, 20]], [[15, 19]]]))
+    with pytest.raises(TraceError, match="the counter falls from 20 to 19 between windows 0 and 1") as caught:
+        read_traces([path], ReadOptions(counters=Counters.cumulative))
+    assert (caught.value.layer, caught.value.expert) == (0, 1)
+
+
+def test_undeclared_cumulative_counters_are_noticed(tmp_path: Path) -> None:
+    steps = np.random.default_rng(1).poisson(50, (6, 4, 64))
+    path = write(tmp_path / "a.npy", steps.cumsum(0))
+    with pytest.raises(TraceError, match="no count ever falls over 6 windows"):
+        read_traces([path], ReadOptions())
+    loads = read_traces([path], ReadOptions(counters=Counters.cumulative)).loads
+    assert (loads.counts == steps[1:]).all()
+    kept = read_traces([path], ReadOptions(counters=Counters.per_step)).loads
+    assert (kept.counts == steps.cumsum(0)).all()
+
+
+def test_dumps_named_after_ranks_are_added(tmp_path: Path) -> None:
+    parts = np.random.default_rng(2).poisson(99, (3, 2, 16))
+    paths = [write(tmp_path / f"load_rank{i}.npy", part) for i, part in enumerate(parts)]
+    result = read_traces(paths, ReadOptions())
+    assert (result.loads.counts == parts.sum(0)).all()
+    assert result.notes == ("the dumps of 3 ranks were added",)
+
+
+def test_files_without_rank_numbers_are_windows_unless_added(tmp_path: Path) -> None:
+    parts = np.random.default_rng(2).poisson(99, (2, 2, 16))
+    paths = [write(tmp_path / name, part) for name, part in zip(("x.npy", "y.npy"), parts, strict=True)]
+    assert (read_traces(paths, ReadOptions()).loads.counts == parts).all()
+    added = read_traces(paths, ReadOptions(rank_dumps=RankDumps.sum)).loads
+    assert (added.counts == parts.sum(0)).all()
+
+
+def test_rank_dumps_of_different_length_are_not_cut(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"rank{i}.npy", COUNTS[: 3 - i]) for i in range(2)]
+    with pytest.raises(TraceError, match=r"counts are \[2, 2, 16\].*has \[3, 2, 16\]"):
+        read_traces(paths, ReadOptions())
+
+
+def test_identical_dumps_are_kept_once_and_make_the_same_file(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"rank{i}.npy", COUNTS) for i in range(4)]
+    four, one = read_traces(paths, ReadOptions()), read_traces(paths[:1], ReadOptions())
+    four.loads.save(tmp_path / "four")
+    one.loads.save(tmp_path / "one")
+    assert (tmp_path / "four").read_bytes() == (tmp_path / "one").read_bytes()
+    assert len([note for note in four.notes if "replica" in note]) == 3
+    summed = read_traces(paths, ReadOptions(rank_dumps=RankDumps.sum)).loads
+    assert (summed.counts == 4 * COUNTS).all()
+
+
+def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
+    paths = [write(tmp_path / "a.npy", COUNTS), write(tmp_path / "b.npy", COUNTS + 1)]
+    with pytest.raises(TraceError, match="differs from"):
+        read_traces(paths, ReadOptions(rank_dumps=RankDumps.replicated))
+
+
+def test_ids_and_counts_of_the_same_shape_are_told_apart(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).random((50, 2, 16)).argsort(-1)[..., :4]
+    np.save(tmp_path / "a.npy", ids)
+    with pytest.raises(TraceError, match=r"may be .tokens, layers, top-k. or .windows, layers, experts"):
+        read_traces([tmp_path / "a.npy"], ReadOptions())
+    assert read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape(None, 16))).loads.tokens.sum() == 50
+    assert read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape(None, 4))).loads.num_windows == 50
+
+
+def test_a_missing_file_is_no_default(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such file"):
+        read_traces([tmp_path / "nope.json"], ReadOptions())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git-LFS pointer"),
+        (b"<!DOCTYPE html><html>", "is a web page"),
+        (b"expert_id,count\n0,3\n", "is of no known recorder"),
+        (b"\x93NUMPY\x01\x00", "damaged .npy header"),
+        (b"PK\x03\x04broken", "damaged or cut archive"),
+        (b'{"a": 1', "is not JSON"),
+        (b'{"a": 1}', "is of no known recorder"),
+    ],
+)
+def test_what_is_no_trace_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(TraceError, match=message):
+        read_traces([tmp_path / "a"], ReadOptions())
+
+
+def test_a_pickle_is_never_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    torch.save({"logical_count": Trap()}, tmp_path / "a.pt")
+    with pytest.raises(TraceError, match="unpickling runs whatever code"):
+        read_traces([tmp_path / "a.pt"], ReadOptions())
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_an_unknown_format_name_suggests_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean sglang-stat"):
+        read_traces([Path("x")], ReadOptions(), trace_format="sglang-stats")

@@ -1,0 +1,256 @@
+"""Per-token expert ids: counted exactly, padding and placeholders told apart from errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_cli.errors import TraceError, UsageError
+from eplb_cli.loads import ModelShape
+from eplb_cli.placement import Placement
+from eplb_cli.traces import ReadOptions, read_traces
+from eplb_cli.traces.counting import BadExpertIdError, count_token_ids
+
+MODEL = ModelShape("Qwen3MoeForCausalLM", 8, 2, 5, (1, 3))
+
+
+def random_ids(tokens: int, layers: int, k: int, experts: int, seed: int = 0) -> np.ndarray:
+    """Distinct picks, uint8 [tokens, layers, k]."""
+    rng = np.random.default_rng(seed)
+    return rng.random((tokens, layers, experts)).argsort(-1)[..., :k].astype(np.uint8)
+
+
+def reference(ids: np.ndarray, experts: int) -> np.ndarray:
+    """Counts [layers, experts] by the plain loop."""
+    counts = np.zeros((ids.shape[1], experts), np.int64)
+    for token in ids:
+        for layer, picks in enumerate(token):
+            for pick in picks:
+                if pick >= 0:
+                    counts[layer, pick] += 1
+    return counts
+
+
+def save(path: Path, array: np.ndarray) -> Path:
+    np.save(path, array)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64, ">i4"])
+def test_counts_equal_the_plain_loop(tmp_path: Path, dtype: object) -> None:
+    ids = random_ids(30, 2, 2, 8)
+    loads = read_traces([save(tmp_path / "a.npy", ids.astype(dtype))], ReadOptions(MODEL)).loads
+    assert (loads.counts.sum(0) == reference(ids, 8)).all()
+    assert loads.layer_ids.tolist() == [1, 3]
+    assert (loads.tokens.sum(), loads.top_k, loads.model) == (30, 2, "Qwen3MoeForCausalLM")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([np.uint8, np.uint16, np.int32, np.int64]),
+    st.integers(1, 300),
+    st.integers(0, 5),
+    st.one_of(st.none(), st.integers(0, 300)),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_compiled_loop_equals_numpy(dtype: type, experts: int, tokens: int, ignore: int | None, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    high = min(np.iinfo(dtype).max, experts + (ignore is not None))
+    low = -1 if np.issubdtype(dtype, np.signedinteger) else 0
+    ids = rng.integers(low, high, (tokens, 3, 4), endpoint=bool(rng.integers(2))).astype(dtype)
+    layers = np.array([0, 2])
+
+    def run(compiled: bool) -> tuple[object, ...]:
+        try:
+            tally = count_token_ids(ids, layers, experts, ignore, compiled=compiled)
+        except BadExpertIdError as bad:
+            return bad.row, bad.layer, bad.column, bad.value
+        return tally.counts.tolist(), tally.tokens, tally.padding_rows, tally.padding_ids, tally.ignored_ids
+
+    assert run(True) == run(False)
+
+
+def test_column_major_arrays_read_the_same(tmp_path: Path) -> None:
+    ids = random_ids(30, 2, 2, 8)
+    loads = read_traces([save(tmp_path / "a.npy", np.asfortranarray(ids))], ReadOptions(MODEL)).loads
+    assert (loads.counts.sum(0) == reference(ids, 8)).all()
+
+
+def test_dense_layers_go_by_the_models_rule(tmp_path: Path) -> None:
+    ids = np.zeros((40, 5, 2), np.uint8)
+    ids[:, [1, 3]] = random_ids(40, 2, 2, 8)
+    loads = read_traces([save(tmp_path / "a.npy", ids)], ReadOptions(MODEL)).loads
+    assert loads.layer_ids.tolist() == [1, 3]
+    assert (loads.counts.sum(0) == reference(ids[:, [1, 3]], 8)).all()
+
+
+def test_a_layer_of_zeros_is_not_guessed_to_be_dense(tmp_path: Path) -> None:
+    ids = random_ids(40, 3, 2, 8)
+    ids[:, 1] = 0
+    with pytest.raises(TraceError, match=r"layers \[1\] read as expert 0 in every pick") as caught:
+        read_traces([save(tmp_path / "a.npy", ids)], ReadOptions(ModelShape(None, 8)))
+    assert "--model" in str(caught.value.hint)
+
+
+def test_an_axis_that_is_neither_count_is_refused_with_both(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="has 4 rows; the model has 2 MoE layers and 5 hidden layers"):
+        read_traces([save(tmp_path / "a.npy", random_ids(9, 4, 2, 8))], ReadOptions(MODEL))
+
+
+def test_padding_is_dropped_and_counted(tmp_path: Path) -> None:
+    ids = random_ids(10, 2, 2, 8).astype(np.int32)
+    ids[7:] = -1
+    ids[0, 1, 1] = -1
+    loads = read_traces([save(tmp_path / "a.npy", ids)], ReadOptions(MODEL)).loads
+    assert loads.tokens.sum() == 7
+    assert loads.dropped == {"padding_ids": 1, "padding_rows": 3}
+    assert (loads.counts.sum(0) == reference(ids, 8)).all()
+
+
+def test_an_id_out_of_range_names_its_place_and_asks_for_the_map(tmp_path: Path) -> None:
+    ids = random_ids(3000, 2, 2, 8)
+    ids[2100, 1, 1] = 9
+    with pytest.raises(TraceError) as caught:
+        read_traces([save(tmp_path / "a.npy", ids)], ReadOptions(MODEL))
+    error = caught.value
+    assert (error.file, error.layer, error.row) == (str(tmp_path / "a.npy"), 3, 2100)
+    assert "id 9 >= num_experts 8 at column 1" in str(error)
+    assert "Are these physical ids?" in str(error.hint) and "--physical-to-logical PLAN" in str(error.hint)
+
+
+def test_a_bad_id_in_a_dense_layer_is_nobodys_business(tmp_path: Path) -> None:
+    ids = random_ids(20, 5, 2, 8)
+    ids[:, 0] = 200
+    assert read_traces([save(tmp_path / "a.npy", ids)], ReadOptions(MODEL)).loads.tokens.sum() == 20
+
+
+def test_the_placeholder_255_is_an_error_until_it_is_ignored(tmp_path: Path) -> None:
+    ids = random_ids(50, 2, 6, 128)
+    ids = np.concatenate([ids, np.full((50, 2, 2), 255, np.uint8)], 2)
+    path = save(tmp_path / "a.npy", ids)
+    model = ModelShape(None, 128, None, None, (0, 1))
+    with pytest.raises(TraceError, match="id 255 >= num_experts 128 at column 6") as caught:
+        read_traces([path], ReadOptions(model))
+    assert "--ignore-expert-id 255" in str(caught.value.hint)
+    loads = read_traces([path], ReadOptions(model, ignore_expert_id=255)).loads
+    assert loads.dropped == {"ignored_expert_ids": 50 * 2 * 2}
+    assert (loads.counts.sum(0) == reference(ids[..., :6], 128)).all()
+
+
+def test_physical_ids_fold_through_the_plan(tmp_path: Path) -> None:
+    rows = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 3]], np.int32)
+    plan = Placement(rows, np.array([1, 3], np.int32), 4, 2)
+    physical = random_ids(60, 2, 2, 6)
+    options = ReadOptions(ModelShape(None, 4, 2, 5, (1, 3)), physical_to_logical=plan)
+    loads = read_traces([save(tmp_path / "a.npy", physical)], options).loads
+    logical = np.stack([rows[i][physical[:, i]] for i in range(2)], 1)
+    assert (loads.counts.sum(0) == reference(logical, 4)).all()
+
+
+def test_the_plan_alone_names_layers_and_experts(tmp_path: Path) -> None:
+    plan = Placement.initial(4, 2, 2, [1, 3])
+    options = ReadOptions(physical_to_logical=plan)
+    loads = read_traces([save(tmp_path / "a.npy", random_ids(60, 2, 2, 6))], options).loads
+    assert (loads.layer_ids.tolist(), loads.num_experts) == ([1, 3], 4)
+
+
+def test_windows_have_the_asked_number_of_tokens_and_run_on_over_files(tmp_path: Path) -> None:
+    a, b = random_ids(10, 2, 2, 8), random_ids(7, 2, 2, 8, 1)
+    paths = [save(tmp_path / "a.npy", a), save(tmp_path / "b.npy", b)]
+    loads = read_traces(paths, ReadOptions(MODEL, window_tokens=4)).loads
+    assert loads.tokens.tolist() == [4, 4, 4, 4, 1]
+    joined = np.concatenate([a, b])
+    assert (loads.counts[2] == reference(joined[8:12], 8)).all()
+    assert loads.window_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_skipped_steps_are_windows_of_the_start(tmp_path: Path) -> None:
+    ids = random_ids(10, 2, 2, 8)
+    options = ReadOptions(MODEL, window_tokens=4, skip_steps=1)
+    loads = read_traces([save(tmp_path / "a.npy", ids)], options).loads
+    assert (loads.tokens.tolist(), loads.dropped) == ([4, 2], {"skipped_tokens": 4})
+    assert (loads.counts.sum(0) == reference(ids[4:], 8)).all()
+
+
+def test_many_windows_become_fewer_larger_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eplb_cli.traces.pipeline.MAX_TOKEN_WINDOWS", 4)
+    monkeypatch.setattr("eplb_cli.traces.pipeline.DEFAULT_WINDOW_TOKENS", 10)
+    ids = random_ids(95, 2, 2, 8)
+    loads = read_traces([save(tmp_path / "a.npy", ids)], ReadOptions(MODEL)).loads
+    assert loads.tokens.tolist() == [40, 40, 15]
+    assert [reference(ids[i : i + 40], 8).tolist() for i in (0, 40, 80)] == loads.counts.tolist()
+    assert "windows hold 40 tokens, so that they stay few" in loads.warnings
+
+
+def test_an_empty_trace_contributes_nothing_and_is_named(tmp_path: Path) -> None:
+    model = ModelShape(None, 128, 8, 48, tuple(range(48)))
+    paths = [save(tmp_path / "empty.npy", np.zeros((0, 48, 8), np.uint8))]
+    loads = read_traces(paths, ReadOptions(model)).loads
+    assert (loads.num_windows, loads.num_layers, loads.num_experts) == (0, 48, 128)
+    assert any("empty.npy holds no token" in warning for warning in loads.warnings)
+    paths.append(save(tmp_path / "full.npy", random_ids(20, 48, 8, 128)))
+    assert read_traces(paths, ReadOptions(model)).loads.tokens.tolist() == [20]
+
+
+def test_without_an_expert_count_the_question_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not say how many experts"):
+        read_traces([save(tmp_path / "a.npy", random_ids(20, 2, 2, 8))], ReadOptions())
+
+
+def test_a_cut_file_says_so(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npy", random_ids(20, 2, 2, 8))
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(TraceError, match="is cut: its header promises 80 bytes of data, 72 are there"):
+        read_traces([path], ReadOptions(MODEL))
+
+
+def test_objects_inside_an_array_are_never_unpickled(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([{"a": 1}], object), allow_pickle=True)
+    with pytest.raises(TraceError, match="pickled Python objects"):
+        read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))
+
+
+def test_an_archive_names_its_layers(tmp_path: Path) -> None:
+    ids = random_ids(12, 2, 2, 8)
+    np.savez_compressed(tmp_path / "a.npz", topk_ids=ids, layer_ids=np.array([7, 4]), seq_lens=np.array([5, 7]))
+    loads = read_traces([tmp_path / "a.npz"], ReadOptions(ModelShape(None, 8))).loads
+    assert loads.layer_ids.tolist() == [4, 7]
+    assert (loads.counts.sum(0) == reference(ids, 8)[::-1]).all()
+
+
+def test_sequence_lengths_must_add_up(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", topk_ids=random_ids(12, 2, 2, 8), seq_lens=np.array([5, 5]))
+    with pytest.raises(TraceError, match="seq_lens add up to 10; the trace has 12 tokens"):
+        read_traces([tmp_path / "a.npz"], ReadOptions(MODEL))
+
+
+def test_prompt_rows_are_the_prefill_of_each_sequence(tmp_path: Path) -> None:
+    ids = random_ids(20, 2, 2, 8)
+    np.savez(tmp_path / "a.npz", topk_ids=ids, seq_lens=np.array([12, 8]))
+    decode = read_traces([tmp_path / "a.npz"], ReadOptions(MODEL, phase=2, prompt_rows=6)).loads
+    wanted = np.concatenate([ids[6:12], ids[18:]])
+    assert (decode.counts.sum(0) == reference(wanted, 8)).all()
+    assert (decode.phase, decode.dropped) == ("decode", {"other_phase_tokens": 12})
+    both = read_traces([tmp_path / "a.npz"], ReadOptions(MODEL, prompt_rows=6)).loads
+    assert both.window_phase.tolist() == [1, 2]
+    assert both.tokens.tolist() == [12, 8]
+
+
+def test_turns_of_a_session_count_new_rows_only(tmp_path: Path) -> None:
+    first, new = random_ids(100, 2, 2, 8), random_ids(400, 2, 2, 8, 1)
+    ids = np.concatenate([first, first, new])
+    np.savez(tmp_path / "a.npz", topk_ids=ids, seq_lens=np.array([100, 500]), session_ids=np.array([7, 7]))
+    loads = read_traces([tmp_path / "a.npz"], ReadOptions(MODEL)).loads
+    assert loads.dropped == {"repeated_prefix_tokens": 100}
+    assert (loads.counts.sum(0) == reference(np.concatenate([first, new]), 8)).all()
+
+
+def test_files_of_different_layers_do_not_merge(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", topk_ids=random_ids(9, 2, 2, 8), layer_ids=np.array([1, 3]))
+    np.savez(tmp_path / "b.npz", topk_ids=random_ids(9, 1, 2, 8), layer_ids=np.array([3]))
+    with pytest.raises(TraceError, match=r"holds layers \[3\].*a.npz holds layers \[1, 3\]"):
+        read_traces([tmp_path / "a.npz", tmp_path / "b.npz"], ReadOptions(ModelShape(None, 8)))
