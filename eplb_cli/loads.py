@@ -14,7 +14,7 @@ import numpy.typing as npt
 from eplb_cli.errors import LoadsError
 from eplb_cli.files import atomic_write
 
-__all__ = ["PHASES", "ExpertLoads", "ModelShape", "Source", "concatenate"]
+__all__ = ["PHASES", "ExpertLoads", "ModelShape", "Source", "concatenate", "mix"]
 
 FORMAT = "eplb-profile"
 VERSION = 1
@@ -269,4 +269,40 @@ def concatenate(parts: Sequence[ExpertLoads]) -> ExpertLoads:
         sources=tuple(source for part in parts for source in part.sources),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
+    )
+
+
+def mix(loads: Sequence[ExpertLoads], weights: Sequence[float]) -> ExpertLoads:
+    """Join loads along the windows so that each makes up its weight's share of all assignments.
+
+    Part i is scaled by (weight_i / assignments_i) over the least such ratio: every factor is >= 1, so that no window
+    loses precision, and counts are rounded to whole numbers. Tokens scale alike. Equal traffic twice with weights
+    0.7 and 0.3 is the same traffic; weights need not add up to 1.
+
+    Raises:
+        LoadsError: weights and loads differ in number, a weight is not finite and > 0, a part has no assignments, a
+            scaled count leaves 64 bits, or the parts do not join (see `concatenate`).
+    """
+    if len(loads) != len(weights):
+        raise LoadsError(f"{len(weights)} weights for {len(loads)} profiles", rule="one weight a profile")
+    for weight in weights:
+        if not (np.isfinite(weight) and weight > 0):
+            raise LoadsError(f"a weight is {weight}", rule="weights are finite and > 0")
+    totals = [int(part.counts.sum()) for part in loads]
+    if 0 in totals:
+        raise LoadsError(f"profile {totals.index(0)} of the mix holds no assignments", rule="a share of it is nothing")
+    ratios = [weight / total for weight, total in zip(weights, totals, strict=True)]
+    least = min(ratios, default=1.0)
+    return concatenate([_scaled(part, ratio / least) for part, ratio in zip(loads, ratios, strict=True)])
+
+
+def _scaled(part: ExpertLoads, factor: float) -> ExpertLoads:
+    if factor == 1.0:
+        return part
+    if int(part.counts.max(initial=0)) * factor >= 2**62 or int(part.tokens.max(initial=0)) * factor >= 2**62:
+        raise LoadsError(f"a mix scales counts by {factor:.3g}, beyond 64 bits", rule="choose weights closer together")
+    return replace(
+        part,
+        counts=np.rint(part.counts * factor).astype(np.int64),
+        tokens=np.rint(part.tokens * factor).astype(np.int64),
     )

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from eplb_cli.errors import LoadsError, OutputError
-from eplb_cli.loads import ExpertLoads, Source, concatenate
+from eplb_cli.loads import ExpertLoads, Source, concatenate, mix
 
 
 def loads(counts: list[list[list[int]]], **fields: object) -> ExpertLoads:
@@ -149,3 +149,51 @@ def test_selecting_windows_selects_all_that_is_per_window() -> None:
     assert part.counts.ravel().tolist() == [2, 3]
     assert part.tokens.tolist() == [2, 3]
     assert part.window_ids.tolist() == [1, 2]
+
+
+def mixable(total: int, windows: int, seed: int) -> ExpertLoads:
+    counts = np.random.default_rng(seed).multinomial(total, np.full(8, 1 / 8), (windows, 2)).astype(np.int64)
+    return ExpertLoads(counts, np.full(windows, total // 2), np.array([1, 3], np.int32), top_k=2)
+
+
+def test_a_mix_gives_each_part_its_share() -> None:
+    chat, code = mixable(1000, 3, 0), mixable(50_000, 2, 1)
+    mixed = mix([chat, code], [0.7, 0.3])
+    assert mixed.num_windows == 5
+    share = mixed.counts[:3].sum() / mixed.counts.sum()
+    assert share == pytest.approx(0.7, abs=1e-3)
+    assert mixed.tokens[:3].sum() / mixed.tokens.sum() == pytest.approx(0.7, abs=1e-3)
+
+
+def test_a_mix_never_scales_down() -> None:
+    chat, code = mixable(1000, 3, 0), mixable(50_000, 2, 1)
+    mixed = mix([chat, code], [1, 1])
+    assert (mixed.counts[3:] == code.counts).all()
+    assert (mixed.counts[:3] >= chat.counts).all()
+
+
+def test_weights_are_relative() -> None:
+    parts = [mixable(1000, 3, 0), mixable(50_000, 2, 1)]
+    assert (mix(parts, [7, 3]).counts == mix(parts, [70, 30]).counts).all()
+
+
+def test_one_part_alone_stays_as_it_is() -> None:
+    chat = mixable(1000, 3, 0)
+    assert (mix([chat], [0.2]).counts == chat.counts).all()
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
+    with pytest.raises(LoadsError, match="weights are finite and > 0"):
+        mix([mixable(10, 1, 0)], [weight])
+
+
+def test_weights_and_profiles_must_pair() -> None:
+    with pytest.raises(LoadsError, match="1 weights for 2 profiles"):
+        mix([mixable(10, 1, 0)] * 2, [1.0])
+
+
+def test_nothing_has_no_share() -> None:
+    empty = ExpertLoads(np.zeros((1, 2, 8), np.int64), np.zeros(1, np.int64), np.array([1, 3], np.int32))
+    with pytest.raises(LoadsError, match="profile 1 of the mix holds no assignments"):
+        mix([mixable(10, 1, 0), empty], [1, 1])
