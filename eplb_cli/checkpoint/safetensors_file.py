@@ -189,6 +189,8 @@ def _refuse_impostors(file: Path, size: int, start: bytes) -> None:
             file=file,
             hint="The download saved an error or login page; fetch the file again.",
         )
+    if len(start) > 8 and start[8:].lstrip()[:1] not in (b"{", b""):
+        raise CheckpointError("is not a safetensors file: its header is not JSON", file=file)
     if size < 10:
         raise CheckpointError(f"is truncated: {size} bytes", file=file, hint="Fetch the file again.")
 
