@@ -57,7 +57,9 @@ class Console:
         elif self.is_human:
             rich_console = _rich(stderr=False)
             for renderable in renderables:
-                rich_console.print(renderable)
+                # A plain string is printed as it is: a command to paste must not be wrapped, nor a bracket be markup.
+                plain = isinstance(renderable, str)
+                rich_console.print(renderable, soft_wrap=plain, markup=not plain)
         sys.stdout.flush()
 
     def note(self, text: str) -> None:

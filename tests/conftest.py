@@ -18,6 +18,7 @@ from tests.tiny_models import (  # noqa: F401 - session fixtures for every test
     tiny_qwen3_moe,
     tiny_qwen3_moe_fused,
 )
+from tests.vllm_cpu.engine import engines, vllm_models  # noqa: F401
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"

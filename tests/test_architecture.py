@@ -24,7 +24,7 @@ ALLOWED = {
     "exports": BASE,
     "checkpoint": BASE | {"models"},
     "vllm_plugin": BASE,
-    "serve": BASE | {"checkpoint"},
+    "serve": BASE | {"checkpoint", "vllm_plugin"},
     "advice": BASE | {"planner"},
     "report": BASE | {"planner", "checkpoint", "advice"},
 }

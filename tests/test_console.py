@@ -85,3 +85,9 @@ def test_an_output_that_cannot_be_a_file_is_refused(tmp_path: Path, name: str) -
 def test_the_digest_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc")
     assert sha256_of_file(tmp_path / "x") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_command_to_paste_is_printed_on_one_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "run [bold] " + "x" * 300
+    Console(OutputFormat.human).result({}, text)
+    assert capsys.readouterr().out == text + "\n"

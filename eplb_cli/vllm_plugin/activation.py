@@ -1,0 +1,50 @@
+"""Reads the settings and hooks the parts of vLLM that they concern, each when vLLM imports it."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from eplb_cli.placement import Placement
+from eplb_cli.vllm_plugin.hooks import when_imported
+from eplb_cli.vllm_plugin.settings import Settings
+
+__all__ = ["activate"]
+
+_done = False
+
+
+def activate() -> None:
+    """Install the hooks once in this process; vLLM may load a plugin several times.
+
+    Raises:
+        ServeError, PlacementError: the environment or the plan file is unusable. The error leaves vLLM's plugin
+            loading and ends the process before anything is served.
+    """
+    global _done
+    if _done:
+        return
+    settings = Settings.from_environment(os.environ)
+    if settings.plan is not None:
+        _start_from_plan(settings, Placement.load(settings.plan))
+    if settings.record_dir is not None:
+        from eplb_cli.vllm_plugin import recorder
+
+        when_imported(
+            "vllm.model_executor.model_loader.base_loader", functools.partial(recorder.record_after_loading, settings)
+        )
+        when_imported("vllm.v1.worker.worker_base", recorder.count_steps)
+    _done = True
+
+
+def _start_from_plan(settings: Settings, placement: Placement) -> None:
+    from eplb_cli.vllm_plugin import inspection, loading, warm_start
+
+    target = warm_start.Target(settings, placement)
+    when_imported("vllm.distributed.eplb.eplb_state", functools.partial(warm_start.start_from_plan, target))
+    when_imported("vllm.v1.worker.worker_base", functools.partial(warm_start.require_plan, target))
+    when_imported("vllm.v1.worker.worker_base", inspection.add_remote_call)
+    when_imported("vllm.v1.metrics.prometheus", functools.partial(inspection.add_metrics, settings))
+    when_imported("vllm.model_executor.models.llama4", loading.give_fused_llama4_its_copies)
+    if settings.layout == "physical":
+        loading.read_slots_directly(settings, placement)

@@ -1,0 +1,136 @@
+"""What is live: a remote call on every worker, `GET /eplb/placement`, and gauges on vLLM's own `/metrics`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eplb_cli.vllm_plugin.settings import Settings
+from eplb_cli.vllm_plugin.status import read_records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["EndpointPlugin", "add_metrics", "add_remote_call"]
+
+
+def add_remote_call(module: ModuleType) -> None:
+    """Give every worker a method `eplb_placement`, reachable through vLLM's `collective_rpc`."""
+    module.WorkerBase.eplb_placement = _live_placement
+
+
+def _live_placement(self: Any, full: bool = False) -> dict[str, Any] | None:
+    """The placement as the routers of this worker see it now."""
+    runner = self.model_runner
+    state = getattr(runner, "eplb_state", None) or getattr(getattr(runner, "eplb", None), "state", None)
+    plan = getattr(state, "eplb_plan", None)
+    if state is None or plan is None:
+        return None
+    model_state = next(
+        candidate
+        for candidate in state.model_states.values()
+        if candidate.physical_to_logical_map.shape[0] == len(plan["layer_ids"])
+    )
+    rows = model_state.physical_to_logical_map.cpu().numpy().astype("<i4")
+    answer = {
+        **plan,
+        "live_sha256": hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest(),
+        "rebalances": state.policy.rebalances,
+        "steps_since_rebalance": state.expert_rearrangement_step,
+    }
+    if full:
+        answer["physical_to_logical"] = rows.tolist()
+    return answer
+
+
+class EndpointPlugin:
+    """Adds `GET /eplb/placement` to vLLM's server (vLLM >= 0.26, when VLLM_PLUGINS names it)."""
+
+    name = "eplb"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+
+    def attach_router(self, app: Any) -> None:
+        """Add the route, in servers that run a plan."""
+        if "EPLB_PLAN" not in os.environ:
+            return
+
+        async def placement(full: bool = False) -> dict[str, Any]:
+            ranks = await self._engine.collective_rpc("eplb_placement", kwargs={"full": full}) if self._engine else []
+            ranks = [rank for rank in ranks if rank]
+            folder = os.environ.get("EPLB_STATUS_DIR")
+            rebalances = list(read_records(Path(folder), "rebalances")) if folder else []
+            return {
+                "ranks": ranks,
+                "consistent": len({(rank["pp_rank"], rank["live_sha256"]) for rank in ranks})
+                == len({rank["pp_rank"] for rank in ranks}),
+                "as_planned": all(rank["rebalances"] == 0 for rank in ranks),
+                "last_rebalance": rebalances[0] if rebalances else None,
+            }
+
+        app.add_api_route("/eplb/placement", placement, methods=["GET"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Keep the engine to ask."""
+        self._engine = engine_client
+
+
+def add_metrics(settings: Settings, module: ModuleType) -> None:
+    """Add the gauges to every registry that vLLM's `/metrics` is made from."""
+    folder = settings.status_dir
+    if folder is None:
+        return
+    original = module.get_prometheus_registry
+
+    @functools.wraps(original)
+    def get_prometheus_registry() -> Any:
+        registry = original()
+        if not getattr(registry, "has_eplb_gauges", False):
+            registry.register(_Gauges(folder))
+            registry.has_eplb_gauges = True
+        return registry
+
+    # The server's modules may have taken the function by name already.
+    for user in list(sys.modules.values()):
+        if (
+            str(getattr(user, "__name__", "")).startswith("vllm.")
+            and vars(user).get("get_prometheus_registry") is original
+        ):
+            vars(user)["get_prometheus_registry"] = get_prometheus_registry
+
+
+class _Gauges:
+    """Reads the status records when Prometheus asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterator[Any]:
+        """One metric family after another."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        slots = sum(record.get("slots_verified", 0) for record in read_records(self._folder, "stage"))
+        yield GaugeMetricFamily("eplb:slots_verified", "Expert slots proven to hold the plan's experts.", value=slots)
+        last = next(read_records(self._folder, "rebalances"), None)
+        rebalances = last["rebalances"] if last else 0
+        yield CounterMetricFamily("eplb:rebalances", "Run-time rebalances since start.", value=rebalances)
+        if last is None:
+            return
+        ratio = GaugeMetricFamily(
+            "eplb:balancedness",
+            "Mean over max rank load in the last rebalance's window, summed over layers.",
+            labels=["placement"],
+        )
+        ratio.add_metric(["before"], last["balancedness_before"])
+        ratio.add_metric(["after"], last["balancedness_after"])
+        yield ratio
+        yield GaugeMetricFamily("eplb:slots_moved", "Slots that the last rebalance changed.", value=last["slots_moved"])

@@ -1,0 +1,126 @@
+"""What happens to the plan at run time: the policy, a guard against windows without load, and a log of every change."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_cli.metrics import balancedness, rank_loads
+from eplb_cli.placement import Placement
+from eplb_cli.vllm_plugin.settings import Settings
+from eplb_cli.vllm_plugin.status import write_record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["WatchedPolicy", "watch"]
+
+logger = logging.getLogger("vllm.eplb")
+
+
+def watch(settings: Settings, state: Any, model_state: Any, stage: Placement, ep_rank: int) -> None:
+    """Put a WatchedPolicy in the place of vLLM's policy, and let it tell dummy rearrangements from real ones."""
+    policy = WatchedPolicy(settings, state.policy, state, stage.ep_size, ep_rank)
+    state.policy = policy
+    original = state.rearrange
+
+    def rearrange(*args: Any, **kwargs: Any) -> Any:
+        # Memory profiling rearranges without load and moves nothing.
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        policy.profiling = bool(arguments.get("is_profile", False))
+        return original(*args, **kwargs)
+
+    state.rearrange = rearrange
+
+
+class WatchedPolicy:
+    """vLLM's policy or eplb's, with layers that saw no load left as they are, and each change logged.
+
+    All ranks call it with the same numbers and must get the same answer.
+    """
+
+    def __init__(self, settings: Settings, policy: Any, state: Any, ep_size: int, ep_rank: int) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._state = state
+        self._ep_size = ep_size
+        self._ep_rank = ep_rank
+        self._signature = inspect.signature(policy.rebalance_experts)
+        self.profiling = False
+        self.rebalances = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def rebalance_experts(self, *args: Any, **kwargs: Any) -> Any:
+        """The new physical-to-logical map, int64 [L, P], or a triple of maps where this vLLM's policy returns that."""
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        weight, old = arguments["weight"], arguments.get("old_global_expert_indices")
+        if self.profiling or old is None:
+            return self._policy.rebalance_experts(*args, **kwargs)
+        loads = weight.detach().cpu().numpy().astype(np.int64)
+        rows = old.detach().cpu().numpy().astype(np.int32)
+        loaded = loads.sum(1) > 0
+        if not loaded.any():
+            if self._ep_rank == 0:
+                logger.info("eplb: no load in the window; the placement stays as it is")
+            return self._answer(rows, old)
+        result = self._policy.rebalance_experts(*args, **kwargs)
+        proposal = (result[0] if isinstance(result, tuple) else result).cpu().numpy().astype(np.int32)
+        new = np.where(loaded[:, None], proposal, rows)
+        self._report(loads, rows, new)
+        return self._answer(new, old)
+
+    def _answer(self, new: npt.NDArray[np.int32], old: Tensor) -> Any:
+        """`new` in the form in which this vLLM's policies answer."""
+        import torch
+
+        map_ = torch.from_numpy(new).to(old.device, torch.int64)
+        if "tuple" not in str(self._signature.return_annotation).lower():
+            return map_
+        experts = int(new.max()) + 1
+        stage = Placement(new, np.arange(len(new), dtype=np.int32), experts, self._ep_size)
+        slots = torch.from_numpy(stage.logical_to_physical()).to(old.device, torch.int64)
+        counts = torch.from_numpy(stage.replica_counts()).to(old.device)
+        return map_, slots, counts
+
+    def _report(self, loads: npt.NDArray[np.int64], old: npt.NDArray[np.int32], new: npt.NDArray[np.int32]) -> None:
+        """Log a rebalance and add it to this rank's status records; on the first rank only."""
+        moved = int((old != new).sum())
+        self.rebalances += 1
+        if self._ep_rank != 0:
+            return
+        before, after = (balancedness(rank_loads(rows, loads[None], self._ep_size)) for rows in (old, new))
+        moved_bytes = moved * self._slot_bytes(old)
+        logger.info(
+            "eplb: rebalance %d: %d of %d slots change (%.1f MB), balancedness of the window "
+            "(mean/max rank load) %.4f -> %.4f",
+            self.rebalances,
+            moved,
+            new.size,
+            moved_bytes / 1e6,
+            before,
+            after,
+        )
+        record = {
+            "rebalances": self.rebalances,
+            "slots_moved": moved,
+            "bytes_moved": moved_bytes,
+            "balancedness_before": before,
+            "balancedness_after": after,
+        }
+        write_record(self._settings.status_dir, "rebalances", record)
+
+    def _slot_bytes(self, rows: npt.NDArray[np.int32]) -> int:
+        """Weight bytes of one slot of the model whose map this is (drafters have their own)."""
+        for model_state in self._state.model_states.values():
+            if tuple(model_state.physical_to_logical_map.shape) == rows.shape:
+                return sum(
+                    tensor.numel() // tensor.shape[0] * tensor.element_size()
+                    for tensor in model_state.model.expert_weights[0]
+                )
+        return 0

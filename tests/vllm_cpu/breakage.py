@@ -1,0 +1,59 @@
+"""Ways to break a start from a plan, each of which the plugin must notice; applied in a rank before vLLM starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["BREAKAGES"]
+
+
+def maps_without_weights(rank: int) -> None:
+    """The transfer moves nothing."""
+    from eplb_cli.vllm_plugin import warm_start
+
+    warm_start.transfer = lambda *args, **kwargs: None
+
+
+def weights_without_maps(rank: int) -> None:
+    """The maps are never written."""
+    from eplb_cli.vllm_plugin import warm_start
+
+    warm_start._write_maps = lambda *args, **kwargs: None
+
+
+def one_slot_corrupted(rank: int) -> None:
+    """One word of one slot of one rank changes on the way."""
+    from eplb_cli.vllm_plugin import warm_start
+
+    transfer = warm_start.transfer
+
+    def corrupting(state: Any, model_state: Any, expert_weights: Any, *rest: Any) -> None:
+        transfer(state, model_state, expert_weights, *rest)
+        if rank == 1:
+            import torch
+
+            words = expert_weights[1][0][2].view(-1).view(torch.int32)
+            words[3] ^= 1
+
+    warm_start.transfer = corrupting
+
+
+def router_sees_another_map(rank: int) -> None:
+    """vLLM's state holds the plan, but one layer's router looks at a copy made before."""
+    from vllm.distributed.eplb import eplb_state
+
+    add_model = eplb_state.EplbState.add_model
+
+    def detached(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        add_model(self, model, *args, **kwargs)
+        state = next(iter(model.moe_layers)).eplb_state
+        state.logical_to_physical_map = state.logical_to_physical_map.clone()
+
+    eplb_state.EplbState.add_model = detached
+
+
+BREAKAGES: dict[str, Callable[[int], None]] = {
+    function.__name__: function
+    for function in (maps_without_weights, weights_without_maps, one_slot_corrupted, router_sees_another_map)
+}
