@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("record", "replay"), default="record", help="which part of the texts")
     arguments = parser.parse_args()
 
+    torch.set_num_threads(1)  # the matrices are too small for more
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     sequences = []
