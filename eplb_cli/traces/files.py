@@ -340,11 +340,14 @@ class TraceFile:
             TraceError: it holds anything but tensors and plain containers, or is damaged.
         """
         import pickle
+        import warnings
 
         import torch
 
         try:
-            return torch.load(self.path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # on pickle protocols: what cannot be read raises
+                return torch.load(self.path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             reason = str(error).splitlines()[0] if str(error) else "unknown"
             raise TraceError(

@@ -316,12 +316,18 @@ class _Collector:
         elif self.options.physical_to_logical is not None:
             table = self.plan_rows(rows, counts.shape[2], block.file)
             counts = fold_physical(counts, table, self.options.physical_to_logical.num_experts)
+        elif block.space is Space.physical and counts.shape[2] == self.options.num_experts:
+            self.warn(
+                f"the recorder counts slots and holds no map; {counts.shape[2]} slots for as many experts were "
+                "taken in their default order (pass --physical-to-logical if a placement was in force)"
+            )
         elif block.space is Space.physical:
             raise TraceError(
                 f"counts {counts.shape[2]} physical slots, and the recording does not hold the map in force",
                 file=block.file,
                 rule="physical against logical is never guessed",
-                hint="Pass the map in force: --physical-to-logical PLAN.",
+                hint="Pass the map in force: --physical-to-logical PLAN. "
+                "Without redundant experts, --model or --num-experts shows that slots are experts.",
             )
         self.settle_num_experts(counts.shape[2], block.file)
         self.pool.drain()

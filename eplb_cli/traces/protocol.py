@@ -148,12 +148,14 @@ class Match:
     Args:
         confidence: 0 no; 1..49 a near miss; 50 and above the file is the reader's, the highest wins.
         reason: what was found, or what was missing.
-        skip: when set, the file belongs to the recorder but holds nothing to count, and this says why.
+        skip: when set, the file belongs to the recorder but is not to be counted, and this says why.
+        companion: the file describes the recording and holds no counts.
     """
 
     confidence: int
     reason: str = ""
     skip: str | None = None
+    companion: bool = False
 
     @property
     def recognised(self) -> bool:
@@ -161,9 +163,9 @@ class Match:
         return self.confidence >= 50
 
 
-def matches(reason: str = "", confidence: int = 90, *, skip: str | None = None) -> Match:
+def matches(reason: str = "", confidence: int = 90, *, skip: str | None = None, companion: bool = False) -> Match:
     """The file is the reader's."""
-    return Match(confidence, reason, skip)
+    return Match(confidence, reason, skip, companion)
 
 
 def near_miss(reason: str, confidence: int = 20) -> Match:
@@ -236,6 +238,8 @@ class Recording:
         files: in natural order of their names.
         options: what the user said.
         folder: where they lie.
+        companions: files of the recorder that describe the recording, in its folder or above.
+        replicas: files left out because they repeat another's bytes.
         top_k, architecture: what the recorder says, set by the reader.
         cumulative: the recorder's counters go on from window to window, set by the reader.
         dropped: reason -> amount left out, kept by the reader.
@@ -246,6 +250,8 @@ class Recording:
     files: Sequence[TraceFile]
     options: ReadOptions
     folder: Path
+    companions: list[TraceFile] = field(default_factory=list)
+    replicas: int = 0
     top_k: int | None = None
     architecture: str | None = None
     cumulative: bool = False

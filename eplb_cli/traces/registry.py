@@ -9,22 +9,54 @@ from pathlib import Path
 
 from eplb_cli.errors import TraceError, UsageError
 from eplb_cli.traces.counts import CountMatrixReader
+from eplb_cli.traces.dlblas import DlblasCountsReader, DlblasLoadReader
+from eplb_cli.traces.ds4_hits import Ds4HitsReader
 from eplb_cli.traces.eplb_profile import EplbProfileReader
+from eplb_cli.traces.eplb_recording import EplbRecordingReader
 from eplb_cli.traces.files import TraceFile, natural_key
+from eplb_cli.traces.imatrix import ImatrixReader
+from eplb_cli.traces.json_by_layer import HeatMapReader, PlumbMoeReader, SaliencyReader
+from eplb_cli.traces.layer_files import EsftReader, StepReader
+from eplb_cli.traces.mindie import MindieReader
+from eplb_cli.traces.omni_infer import OmniInferReader
 from eplb_cli.traces.pipeline import Profile, collect
 from eplb_cli.traces.protocol import Match, RankDumps, Reader, ReadOptions, Recording
+from eplb_cli.traces.sglang_csv import SglangCsvReader
+from eplb_cli.traces.sglang_passes import SglangPassesReader
+from eplb_cli.traces.sglang_responses import SglangResponseReader
 from eplb_cli.traces.sglang_stat import SglangJsonReader, SglangStatReader
+from eplb_cli.traces.tensorrt_llm import TensorrtLlmReader
 from eplb_cli.traces.token_ids import TokenIdsReader
+from eplb_cli.traces.vllm_load_stats import VllmLoadStatsReader
 from eplb_cli.traces.vllm_responses import VllmResponseReader
+from eplb_cli.traces.vllm_routes import VllmRoutesReader
 
 __all__ = ["READERS", "read_traces"]
 
 READERS: tuple[Reader, ...] = (
+    EplbRecordingReader(),
     EplbProfileReader(),
     TokenIdsReader(),
     VllmResponseReader(),
+    VllmLoadStatsReader(),
+    VllmRoutesReader(),
     SglangStatReader(),
+    SglangPassesReader(),
     SglangJsonReader(),
+    SglangCsvReader(),
+    SglangResponseReader(),
+    TensorrtLlmReader(),
+    MindieReader(),
+    OmniInferReader(),
+    DlblasCountsReader(),
+    DlblasLoadReader(),
+    ImatrixReader(),
+    Ds4HitsReader(),
+    EsftReader(),
+    StepReader(),
+    SaliencyReader(),
+    PlumbMoeReader(),
+    HeatMapReader(),
     CountMatrixReader(),
 )
 """All known recorders. A new one is a module and a line here."""
@@ -52,16 +84,22 @@ def read_traces(
     """
     chosen = None if trace_format == "auto" else _reader_named(trace_format)
     recordings: list[tuple[Reader, Recording]] = []
+    companions: list[tuple[Reader, TraceFile]] = []
     for file in _files(paths, advance):
         file.refuse_non_traces()
         reader, match = (chosen, _forced(chosen, file, options)) if chosen else _recognise(file, options)
-        if match.skip is not None:
-            _recording(recordings, reader, file, options).notes.append(f"{file.label} was left out: {match.skip}")
-            continue
         recording = _recording(recordings, reader, file, options)
-        recording.files = [*recording.files, file]
+        if match.skip is not None:
+            recording.notes.append(f"{file.label} was left out: {match.skip}")
+        elif match.companion:
+            companions.append((reader, file))
+        else:
+            recording.files = [*recording.files, file]
     if not any(recording.files for _, recording in recordings):
         raise TraceError("holds no trace", file=", ".join(map(str, paths)), hint=_looked_for())
+    for reader, recording in recordings:
+        above = {recording.folder, *recording.folder.parents}
+        recording.companions = [file for owner, file in companions if owner is reader and file.path.parent in above]
     _keep_replicas_once(recordings, options)
     recordings = [(reader, recording) for reader, recording in recordings if recording.files]
     expect(sum(recording.size for _, recording in recordings))
@@ -113,7 +151,7 @@ def _reader_named(name: str) -> Reader:
 def _forced(reader: Reader, file: TraceFile, options: ReadOptions) -> Match:
     """A chosen reader takes every file, but may still know companions that hold nothing to count."""
     match = reader.recognise(file, options)
-    return match if match.skip is not None else Match(100)
+    return match if match.skip is not None or match.companion else Match(100)
 
 
 def _recognise(file: TraceFile, options: ReadOptions) -> tuple[Reader, Match]:
@@ -164,6 +202,7 @@ def _keep_replicas_once(recordings: list[tuple[Reader, Recording]], options: Rea
                     kept.append(file)
                 else:
                     recording.notes.append(f"{file.label} is a replica of {first.label}; kept once")
+                    recording.replicas += 1
             recording.files = kept
         kept_files = [file for recording in own for file in recording.files]
         if options.rank_dumps is RankDumps.replicated and len(kept_files) > 1:
