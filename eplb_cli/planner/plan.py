@@ -19,23 +19,19 @@ from eplb_cli.metrics import (
     rank_loads,
 )
 from eplb_cli.placement import Placement, Provenance
-from eplb_cli.planner.counts import window_aware_counts
-from eplb_cli.planner.descent import swap_descent
 from eplb_cli.planner.moves import moved_slots
-from eplb_cli.planner.packing import pack
 from eplb_cli.planner.reference import deepseek_map
 from eplb_cli.planner.request import PlanRequest, Strategy, Topology, topology_of
 from eplb_cli.planner.scoring import DIGITS
+from eplb_cli.planner.search import search
 from eplb_cli.planner.stock import stock_map
-from eplb_cli.planner.windows import gram, merge_windows
+from eplb_cli.planner.windows import Evidence
 
 __all__ = ["Figures", "PlanResult", "WorstLayer", "make_plan", "place"]
 
 IntArray = npt.NDArray[np.int64]
 
-COUNT_WINDOWS = 64
-"""Windows that decide copies; consecutive ones are summed down to this many."""
-SWEEPS = {"fast": 3, "normal": 12, "thorough": 48}
+STOCK_SWEEPS = {"fast": 3, "normal": 12, "thorough": 48}
 FEW_ASSIGNMENTS = 100
 """Assignments per expert and layer below which a plan follows noise: their relative error is 1 / sqrt(100)."""
 OBJECTIVES = {
@@ -217,24 +213,20 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
 def place(counts: IntArray, topology: Topology, strategy: Strategy, request: PlanRequest) -> IntArray:
     """The placement [L, P] that a strategy chooses for loads [W, L, E]; layers without load get the initial layout."""
     total = counts.sum(0)
+    slots, ranks, groups = topology.num_slots, topology.ep_size, topology.num_groups or 1
     if strategy == "deepseek":
-        groups, nodes = (topology.num_groups or 1, topology.num_nodes) if topology.groups_split_over_nodes else (1, 1)
-        return deepseek_map(total, topology.num_slots, topology.ep_size, groups, nodes).astype(np.int64)
+        groups, nodes = (groups, topology.num_nodes) if topology.groups_split_over_nodes else (1, 1)
+        return deepseek_map(total, slots, ranks, groups, nodes).astype(np.int64)
     rows = np.tile(initial_map(topology.num_experts, topology.num_redundant_experts).astype(np.int64), (len(total), 1))
     loaded = total.any(1)
-    if not loaded.any() or topology.ep_size == 1:
+    if not loaded.any() or ranks == 1:
         return rows
     seen = counts[:, loaded]
-    windows = total[None, loaded] if strategy == "mean" else seen[seen.any((1, 2))]
-    moments = gram(windows)
-    sweeps = SWEEPS[request.effort]
-    if strategy == "stock":
-        rows[loaded] = stock_map(
-            total[loaded], moments, topology.num_slots, topology.ep_size, sweeps, topology.num_groups or 1
-        )
-        return rows
-    copies = window_aware_counts(merge_windows(windows, COUNT_WINDOWS), topology.num_slots, topology.ep_size)
-    rows[loaded] = swap_descent(moments, pack(total[loaded], copies, topology.ep_size), topology.ep_size, sweeps)
+    evidence = Evidence.of(total[None, loaded] if strategy == "mean" else seen[seen.any((1, 2))], ranks)
+    if strategy == "stock" and (topology.num_redundant_experts or groups > 1):
+        rows[loaded] = stock_map(total[loaded], evidence.moments, slots, ranks, STOCK_SWEEPS[request.effort], groups)
+    else:
+        rows[loaded] = search(evidence, slots, ranks, request.effort, request.seed)
     return rows
 
 

@@ -6,13 +6,17 @@ or BLAS can change a plan.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["gram", "merge_windows"]
+__all__ = ["Evidence", "gram", "merge_windows"]
 
 IntArray = npt.NDArray[np.int64]
 
+MOST_WINDOWS = 64
+"""Windows T that decide copies and the polish; consecutive ones are summed down to this many."""
 GRAM_BITS = 26
 """Bits of a normalised load. Sums of squares stay below 2**(2 * 26), hence exact in float64."""
 
@@ -26,17 +30,55 @@ def merge_windows(counts: IntArray, most: int) -> IntArray:
     return np.add.reduceat(counts, first, axis=0)
 
 
-def gram(counts: IntArray) -> npt.NDArray[np.float64]:
-    """Second moments of the experts' loads over windows, float64 [L, E, E], from loads [W, L, E].
+def gram(counts: IntArray, window_total: IntArray) -> npt.NDArray[np.float64]:
+    """Second moments of the experts' loads over windows, float64 [X, E, E], from loads [W, X, E] and n_t [W, X].
 
     C = sum_t w_t w_t^T / (n_t n), with n_t the load of window t in that layer and n the sum of n_t: each window weighs
-    as much as the time it takes. The entries of C sum to 1.
+    as much as the time it takes. With all experts of the layer in the row, the entries of C sum to 1.
     """
-    by_layer = counts.transpose(1, 0, 2)
-    window_total = by_layer.sum(-1)
-    total = window_total.sum(-1)
-    scale = np.sqrt(np.maximum(window_total, 1) * np.maximum(total, 1)[:, None].astype(np.float64))
-    # Cauchy-Schwarz: a column of by_layer / scale has norm <= 1, so no sum of products exceeds 2**(2 * GRAM_BITS).
-    scaled = np.rint(by_layer / scale[:, :, None] * 2.0**GRAM_BITS)
+    by_row, total_by_row = counts.transpose(1, 0, 2), window_total.T
+    total = total_by_row.sum(-1)
+    scale = np.sqrt(np.maximum(total_by_row, 1) * np.maximum(total, 1)[:, None].astype(np.float64))
+    # Cauchy-Schwarz: a column of by_row / scale has norm <= 1, so no sum of products exceeds 2**(2 * GRAM_BITS).
+    scaled = np.rint(by_row / scale[:, :, None] * 2.0**GRAM_BITS)
     moments: npt.NDArray[np.float64] = (scaled.transpose(0, 2, 1) @ scaled) * 2.0 ** (-2 * GRAM_BITS)
     return moments
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """The loads of X rows (a layer each, or a node's share of a layer) in the forms that the search reads.
+
+    Args:
+        totals: int64 [X, E], loads summed over windows.
+        windows: int64 [T, X, E], windows merged to MOST_WINDOWS at most.
+        window_means: float64 [T, X], mean rank load of the whole layer in each of them.
+        moments: float64 [X, E, E], C of `gram` over all windows, times G^2: rank loads in units of their mean.
+    """
+
+    totals: IntArray
+    windows: IntArray
+    window_means: npt.NDArray[np.float64]
+    moments: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, counts: IntArray, ep_size: int) -> Evidence:
+        """Of whole layers, from loads [W, L, E] and the ranks G they are spread over."""
+        windows = merge_windows(counts, MOST_WINDOWS)
+        moments = gram(counts, counts.sum(2)) * float(ep_size) ** 2
+        return cls(counts.sum(0), windows, windows.sum(2) / ep_size, moments)
+
+    def of_nodes(self, experts_by_node: IntArray) -> Evidence:
+        """Of each node by itself, in rows layer by layer, from the experts [L, M, E / M] that live there."""
+        layers, nodes, experts = experts_by_node.shape
+        layer = np.arange(layers)[:, None, None]
+        rows = layers * nodes
+        picked = self.moments[
+            np.arange(layers)[:, None, None, None], experts_by_node[:, :, :, None], experts_by_node[:, :, None, :]
+        ]
+        return Evidence(
+            self.totals[layer, experts_by_node].reshape(rows, experts),
+            self.windows[:, layer, experts_by_node].reshape(-1, rows, experts),
+            np.repeat(self.window_means, nodes, axis=1),
+            picked.reshape(rows, experts, experts),
+        )
