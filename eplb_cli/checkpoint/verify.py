@@ -29,7 +29,8 @@ from eplb_cli.placement import PLAN_FILE, Placement
 
 __all__ = ["Level", "Report", "verify"]
 
-_BLOCK = 4 << 20
+_BLOCK = 1 << 20
+_CHUNK = 16 << 20
 _SAMPLE = 4096
 _MOST_PROBLEMS = 100
 
@@ -351,10 +352,12 @@ def _flat(
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A byte range of an output file that must equal one of a source file."""
+    """A byte range of an output file that must equal one of a source file; it begins at byte `begin` of the tensor's
+    row, or of the tensor."""
 
     tensor: str
     row: int | None
+    begin: int
     shard: str
     offset: int
     origin_shard: str
@@ -375,14 +378,14 @@ def _check_bytes(
     by_shard: dict[str, list[str]] = {}
     for name in names:
         by_shard.setdefault(output.shard_of[name], []).append(name)
-    jobs = []
+    jobs: list[list[_Comparison]] = []
     for members in by_shard.values():
         members.sort(key=lambda name: output.tensors[name].begin)
         comparisons = [item for name in members for item in _comparisons(source, output, name, expected[name], level)]
-        jobs += [comparisons[first : first + 256] for first in range(0, len(comparisons), 256)]
+        jobs += _cut(comparisons)
     wrong: set[str] = set()
     with ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1))) as pool:
-        for found in pool.map(lambda job: _compare(source, output, job, level, progress), jobs):
+        for found in pool.map(lambda job: _compare(source, output, job, progress), jobs):
             for name, row, byte in found:
                 if name not in wrong:
                     place = f"tensor {name}" if row is None else f"tensor {name}, row {row}"
@@ -416,25 +419,43 @@ def _comparisons(
         length = origin.nbytes // origin.shape[0]
         ranges = [(row, row * length, old * length, length) for row, old in enumerate(want.rows)]  # type: ignore[misc]
     for row, at, origin_at, length in ranges:
-        skip = 0
         if level is Level.sample and length > _SAMPLE:
             # The page is chosen by name, so that repeated runs read the same and neighbours differ.
             skip = zlib.crc32(f"{name},{row}".encode()) % (length - _SAMPLE + 1)
-            length = _SAMPLE
-        yield _Comparison(name, row, shard, begin + at + skip, origin_shard, origin_begin + origin_at + skip, length)
+            chunks = [(skip, _SAMPLE)]
+        else:
+            chunks = [(skip, min(_CHUNK, length - skip)) for skip in range(0, length, _CHUNK)]
+        for skip, count in chunks:
+            yield _Comparison(
+                name, row, skip, shard, begin + at + skip, origin_shard, origin_begin + origin_at + skip, count
+            )
+
+
+def _cut(comparisons: Sequence[_Comparison]) -> Iterator[list[_Comparison]]:
+    """Pieces of work of about 64 MiB or a thousand ranges."""
+    job: list[_Comparison] = []
+    size = 0
+    for item in comparisons:
+        job.append(item)
+        size += item.length
+        if len(job) >= 1000 or size >= 4 * _CHUNK:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
 
 
 def _compare(
     source: Checkpoint,
     output: Checkpoint,
     comparisons: Sequence[_Comparison],
-    level: Level,
     progress: Callable[[int], None],
 ) -> list[tuple[str, int | None, int]]:
     """(tensor, row, first differing byte within it) of the ranges that differ."""
     found = []
     files: dict[Path, int] = {}
-    left, right = bytearray(_BLOCK), bytearray(_BLOCK)
+    size = min(_BLOCK, max((item.length for item in comparisons), default=0))
+    left, right = bytearray(size), bytearray(size)
     try:
         for item in comparisons:
             paths = output.folder / item.shard, source.folder / item.origin_shard
@@ -443,6 +464,14 @@ def _compare(
                 if path not in files:
                     files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 descriptors.append(files[path])
+            # What was not in the page cache before is read ahead here, and given back below.
+            fresh = [
+                (descriptor, offset)
+                for descriptor, offset in zip(descriptors, (item.offset, item.origin_offset), strict=True)
+                if item.length > _SAMPLE and not page_cache.is_resident(descriptor, offset)
+            ]
+            for descriptor, offset in fresh:
+                page_cache.read_ahead(descriptor, offset, item.length)
             for at in range(0, item.length, _BLOCK):
                 count = min(_BLOCK, item.length - at)
                 one, two = memoryview(left)[:count], memoryview(right)[:count]
@@ -450,11 +479,15 @@ def _compare(
                     (descriptors[0], paths[0], one, item.offset + at),
                     (descriptors[1], paths[1], two, item.origin_offset + at),
                 ):
-                    _read(descriptor, path, view, offset, keep=level is not Level.full)
-                if one != two:
+                    _read(descriptor, path, view, offset)
+                # Bytearrays compare by memcmp, memoryviews one item at a time.
+                same = left == right if count == size else left[:count] == right[:count]
+                if not same:
                     differing = np.flatnonzero(np.frombuffer(one, np.uint8) != np.frombuffer(two, np.uint8))
-                    found.append((item.tensor, item.row, at + int(differing[0])))
+                    found.append((item.tensor, item.row, item.begin + at + int(differing[0])))
                     break
+            for descriptor, offset in fresh:
+                page_cache.drop(descriptor, offset, item.length)
             progress(item.length)
     finally:
         for descriptor in files.values():
@@ -462,8 +495,7 @@ def _compare(
     return found
 
 
-def _read(descriptor: int, path: Path, view: memoryview, offset: int, *, keep: bool) -> None:
-    resident = keep or page_cache.is_resident(descriptor, offset)
+def _read(descriptor: int, path: Path, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         try:
@@ -473,8 +505,6 @@ def _read(descriptor: int, path: Path, view: memoryview, offset: int, *, keep: b
         if count == 0:
             raise CheckpointError(f"ended at byte {offset + done} while it was being read", file=path)
         done += count
-    if not resident:
-        page_cache.drop(descriptor, offset, len(view))
 
 
 def _same_ids(source: Checkpoint, output: Checkpoint, name: str, new_ids: Sequence[int]) -> bool:
