@@ -1,0 +1,448 @@
+"""Plans to other engines' files and back: every rule of the consumer, re-stated and checked on the file itself."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load as load_tensors
+
+from eplb_cli.errors import PlacementError, UsageError
+from eplb_cli.exports import ENGINES, Facts, export_placement, import_placement, same_placement
+from eplb_cli.loads import ModelShape
+from eplb_cli.metrics import initial_map
+from eplb_cli.placement import Placement
+from tests.conftest import Run
+
+Eplb = Callable[..., Run]
+
+
+def plan_of(
+    layer_ids: list[int], experts: int, redundant: int, ep_size: int, seed: int, *, twins: bool = False
+) -> Placement:
+    """A random plan; without twins, copies of an expert are on different ranks."""
+    rng = np.random.default_rng(seed)
+    slots = experts + redundant
+    rows = []
+    for _ in layer_ids:
+        if twins:
+            row = np.concatenate([np.arange(experts), rng.integers(0, experts, redundant)])
+            rows.append(rng.permutation(row))
+            continue
+        ranks: list[list[int]] = [[] for _ in range(ep_size)]
+        copies = np.concatenate([rng.permutation(experts), rng.permutation(experts)[:redundant]])
+        # Dealing experts round robin, those with a copy side by side, never gives a rank the same one twice.
+        order = sorted(copies.tolist(), key=lambda e: (-(copies == e).sum(), int(np.argmax(copies == e)), e))
+        for index, expert in enumerate(order):
+            ranks[index % ep_size].append(int(expert))
+        rows.append(np.concatenate([rng.permutation(rank) for rank in ranks]))
+    assert slots % ep_size == 0
+    return Placement(np.array(rows, np.int32), np.array(layer_ids, np.int32), experts, ep_size)
+
+
+LAYERS = [1, 2, 4]
+MODEL = ModelShape("M", 8, 2, 6, (1, 2, 4))
+PLAN = plan_of(LAYERS, 8, 4, 4, 0)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Placement, ModelShape]:
+    ep_size = draw(st.integers(2, 6))
+    experts = draw(st.integers(ep_size, 20))
+    redundant = -experts % ep_size + ep_size * draw(st.integers(0, 2))
+    if redundant > experts:
+        redundant = -experts % ep_size
+    hidden = draw(st.integers(1, 9))
+    layers = sorted(draw(st.sets(st.integers(0, hidden - 1), min_size=1)))
+    plan = plan_of(layers, experts, redundant, ep_size, draw(st.integers(0, 999)))
+    return plan, ModelShape("M", experts, 2, hidden, tuple(layers))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@settings(max_examples=20, deadline=None)
+@given(case=plans())
+def test_what_comes_back_is_the_plan(name: str, case: tuple[Placement, ModelShape]) -> None:
+    plan, model = case
+    engine = ENGINES[name]
+    content = export_placement(plan, engine, model).content
+    back = import_placement(content, engine, Facts(model, ep_size=plan.ep_size)).placement
+    assert same_placement(back, plan, engine)
+    if engine.keeps_slot_order:
+        assert back.map_sha256 == plan.map_sha256
+    by_flags = Facts(None, tuple(plan.layer_ids.tolist()), plan.num_experts, plan.ep_size)
+    assert same_placement(import_placement(content, engine, by_flags).placement, plan, engine)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_same_plan_gives_the_same_bytes(name: str) -> None:
+    first, second = (export_placement(PLAN, ENGINES[name], MODEL).content for _ in range(2))
+    assert first == second
+
+
+def written(name: str, plan: Placement = PLAN, model: ModelShape | None = MODEL) -> bytes:
+    return export_placement(plan, ENGINES[name], model).content
+
+
+def is_plain(value: Any) -> bool:
+    """Only plain ints in nested lists: no floats, no bools."""
+    return all(is_plain(item) for item in value) if isinstance(value, list) else type(value) is int
+
+
+class TestSglang:
+    def test_the_consumers_rules(self) -> None:
+        document = json.loads(written("sglang"))
+        assert set(document) == {"physical_to_logical_map"}  # one more key is an unexpected argument
+        rows = document["physical_to_logical_map"]
+        assert len(rows) == 6 and is_plain(rows)
+        assert all(len(row) == 12 and set(row) == set(range(8)) for row in rows)
+        assert 12 % PLAN.ep_size == 0
+        assert [rows[layer] for layer in LAYERS] == PLAN.physical_to_logical.tolist()
+        assert rows[0] == initial_map(8, 4).tolist()
+
+    def test_dense_layers_need_the_model(self) -> None:
+        with pytest.raises(UsageError, match="wants a row for every hidden layer"):
+            written("sglang", model=None)
+
+    def test_loads_are_not_a_placement(self) -> None:
+        with pytest.raises(PlacementError, match="holds loads") as caught:
+            import_placement(b'{"logical_count": [[1, 2]]}', ENGINES["sglang"], Facts(ep_size=2))
+        assert "eplb profile" in str(caught.value.hint)
+
+    def test_an_extra_key_is_refused(self) -> None:
+        with pytest.raises(PlacementError, match="unknown keys"):
+            import_placement(b'{"physical_to_logical_map": [[0]], "x": 1}', ENGINES["sglang"], Facts(ep_size=1))
+
+
+class TestTensorrtLlm:
+    def test_the_consumers_rules(self) -> None:
+        document = yaml.safe_load(written("tensorrt-llm"))
+        assert set(document) == {"initial_global_assignments", "num_slots", "layer_updates_per_iter"}
+        assert document["layer_updates_per_iter"] == 0
+        assert document["num_slots"] == 12 >= 8 and 12 % PLAN.ep_size == 0
+        assignments = document["initial_global_assignments"]
+        assert list(assignments) == LAYERS and all(type(layer) is int for layer in assignments)
+        for row in assignments.values():
+            assert len(row) == 12 and is_plain(row) and set(row) == set(range(8))
+
+    def test_a_copy_for_the_report_script_tells_the_ranks(self) -> None:
+        content = written("tensorrt-llm") + b"ep_size: 4\n"
+        assert import_placement(content, ENGINES["tensorrt-llm"], Facts()).placement.ep_size == 4
+
+    def test_slots_must_agree(self) -> None:
+        content = written("tensorrt-llm").replace(b"num_slots: 12", b"num_slots: 16")
+        with pytest.raises(PlacementError, match="12 slots; num_slots is 16"):
+            import_placement(content, ENGINES["tensorrt-llm"], Facts(ep_size=4))
+
+    def test_yaml_never_builds_objects(self) -> None:
+        with pytest.raises(PlacementError, match="is not YAML"):
+            import_placement(b"!!python/object/apply:os.getcwd []", ENGINES["tensorrt-llm"], Facts(ep_size=4))
+
+
+@pytest.mark.parametrize("name", ["vllm-ascend", "mindie"])
+class TestExpertMap:
+    def test_the_consumers_rules(self, name: str) -> None:
+        document = json.loads(written(name))
+        layers = document["layer_list"]
+        assert document["moe_layer_count"] == len(layers) == 3
+        for position, layer in enumerate(layers):
+            assert (layer["layer_id"], layer["device_count"]) == (position, 4)
+            assert [device["device_id"] for device in layer["device_list"]] == [0, 1, 2, 3]
+            lists = [device["device_expert"] for device in layer["device_list"]]
+            assert is_plain(lists) and {len(experts) for experts in lists} == {3}
+            assert all(len(set(experts)) == len(experts) for experts in lists)  # else silently wrong
+            assert {expert for experts in lists for expert in experts} == set(range(8))  # else silently wrong
+
+    def test_twins_are_refused(self, name: str) -> None:
+        rows = np.array([[3, 3, 0, 1, 2, 0]], np.int32)
+        plan = Placement(rows, np.array([0], np.int32), 4, 3)
+        with pytest.raises(PlacementError, match="the rank holds the expert twice") as caught:
+            written(name, plan, None)
+        assert (caught.value.layer, caught.value.rank, caught.value.expert) == (0, 0, 3)
+
+    def test_a_twin_in_a_file_is_refused(self, name: str) -> None:
+        content = written(name, Placement(np.array([[0, 1, 2, 0]], np.int32), np.array([0], np.int32), 3, 2), None)
+        content = content.replace(b"[2, 0]", b"[2, 2]")
+        with pytest.raises(PlacementError, match="holds the expert twice"):
+            import_placement(content, ENGINES[name], Facts())
+
+    def test_devices_that_differ_are_named(self, name: str) -> None:
+        document = json.loads(written(name))
+        document["layer_list"][1]["device_list"][2]["device_expert"].append(0)
+        with pytest.raises(PlacementError, match="layer_list entry 1: device 2 of 4 holds 4 slots"):
+            import_placement(json.dumps(document).encode(), ENGINES[name], Facts(layer_ids=(1, 2, 4)))
+
+    def test_layers_out_of_order_are_refused(self, name: str) -> None:
+        document = json.loads(written(name))
+        document["layer_list"].reverse()
+        with pytest.raises(PlacementError, match="layer_id is 2; engines read by position"):
+            import_placement(json.dumps(document).encode(), ENGINES[name], Facts())
+
+    def test_ordinals_are_told_apart_from_decoder_layers(self, name: str) -> None:
+        imported = import_placement(written(name), ENGINES[name], Facts())
+        assert imported.placement.layer_ids.tolist() == [0, 1, 2]
+        assert "taken as decoder layers 0..2" in imported.warnings[0]
+
+
+class TestVllmProposals:
+    def test_the_jsonl_rules(self) -> None:
+        lines = written("vllm-jsonl").splitlines()
+        assert len(lines) == 1
+        record = json.loads(lines[0])
+        assert (record["record_type"], record["version"]) == ("eplb_initial_mapping", 1)
+        assert (record["num_redundant_experts"], record["num_slots"]) == (4, 12)
+        assert list(record["initial_global_assignments"]) == ["0", "1", "2"]
+        assert is_plain(list(record["initial_global_assignments"].values()))
+
+    def test_the_list_rules(self) -> None:
+        rows = json.loads(written("vllm-list"))
+        assert is_plain(rows) and np.array(rows).shape == (3, 12)
+        assert all(set(row) == set(range(8)) for row in rows)
+
+    def test_one_row_stands_for_all_layers(self) -> None:
+        content = b"[0, 1, 2, 3, 0, 1]"
+        imported = import_placement(content, ENGINES["vllm-list"], Facts(layer_ids=(1, 3), ep_size=2))
+        assert imported.placement.physical_to_logical.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
+        with pytest.raises(UsageError, match="one row for all layers"):
+            import_placement(content, ENGINES["vllm-list"], Facts(ep_size=2))
+
+    @pytest.mark.vllm
+    def test_vllm_reads_the_rows_as_the_same_placement(self) -> None:
+        """vLLM's own derivation of the inverse map and the copies, from the exported rows."""
+        state = pytest.importorskip("vllm.distributed.eplb.eplb_state")
+        for name in ("vllm-jsonl", "vllm-list"):
+            document = json.loads(written(name))
+            rows = document if isinstance(document, list) else list(document["initial_global_assignments"].values())
+            inverse, copies = state.compute_logical_maps(torch.tensor(rows), PLAN.num_experts)
+            assert (copies.numpy() == PLAN.replica_counts()).all()
+            assert (inverse.numpy()[..., : PLAN.logical_to_physical().shape[2]] == PLAN.logical_to_physical()).all()
+
+
+class TestOmniInfer:
+    def test_the_consumers_rules(self) -> None:
+        pattern = np.load(io.BytesIO(written("omni-infer")))
+        assert (pattern.shape, pattern.dtype) == ((4, 3, 8), np.int32)
+        assert set(np.unique(pattern)) == {0, 1}
+        assert (pattern.sum(0) >= 1).all()
+        assert len(np.unique(pattern.sum(2))) == 1
+
+    def test_what_the_format_cannot_tell_comes_back_in_order(self) -> None:
+        back = import_placement(written("omni-infer"), ENGINES["omni-infer"], Facts(MODEL)).placement
+        by_rank = np.sort(PLAN.physical_to_logical.reshape(3, 4, 3), -1).reshape(3, 12)
+        assert (back.physical_to_logical == by_rank).all()
+
+    def test_twins_are_refused(self) -> None:
+        with pytest.raises(PlacementError, match="holds the expert twice"):
+            written("omni-infer", plan_of([0], 4, 8, 2, 3, twins=True), None)
+
+    def test_ranks_that_differ_are_refused(self) -> None:
+        pattern = np.load(io.BytesIO(written("omni-infer")))
+        pattern[2, 1] = 1
+        stream = io.BytesIO()
+        np.save(stream, pattern)
+        with pytest.raises(PlacementError, match="MoE layer 1 has 8 slots; rank 0 has 3"):
+            import_placement(stream.getvalue(), ENGINES["omni-infer"], Facts(MODEL))
+
+    def test_an_expert_nowhere_is_refused(self) -> None:
+        pattern = np.load(io.BytesIO(written("omni-infer")))
+        pattern = np.concatenate([pattern, np.zeros((4, 3, 1), np.int32)], 2)
+        stream = io.BytesIO()
+        np.save(stream, pattern)
+        with pytest.raises(PlacementError, match="the expert has no slot"):
+            import_placement(stream.getvalue(), ENGINES["omni-infer"], Facts(layer_ids=(1, 2, 4)))
+
+
+class TestRtpLlm:
+    def test_the_consumers_rules(self) -> None:
+        rows = json.loads(written("rtp-llm"))
+        assert len(rows) == 6 and is_plain(rows) and {len(row) for row in rows} == {12}
+        assert 12 % PLAN.ep_size == 0 and PLAN.num_redundant_experts <= 8
+
+    def test_more_spare_slots_than_experts_are_refused(self) -> None:
+        plan = plan_of([0], 4, 8, 6, 0, twins=True)
+        with pytest.raises(PlacementError, match="8 redundant experts; rtp-llm takes at most"):
+            written("rtp-llm", plan, ModelShape("M", 4, 2, 1, (0,)))
+
+
+class TestDeepSeek:
+    def test_the_tensors_say_the_same(self) -> None:
+        tensors = load_tensors(written("deepseek"))
+        assert {name: tensor.dtype for name, tensor in tensors.items()} == dict.fromkeys(
+            ("phy2log", "log2phy", "logcnt"), torch.int64
+        )
+        for layer, row in enumerate(tensors["phy2log"].tolist()):
+            for expert in range(8):
+                slots = [slot for slot, held in enumerate(row) if held == expert]
+                assert tensors["logcnt"][layer, expert] == len(slots)
+                assert [s for s in tensors["log2phy"][layer, expert].tolist() if s >= 0] == slots
+
+    def test_tensors_that_disagree_are_refused(self) -> None:
+        from safetensors.torch import save
+
+        tensors = load_tensors(written("deepseek"))
+        tensors["logcnt"][0, 0] += 1
+        with pytest.raises(PlacementError, match="logcnt does not follow from phy2log"):
+            import_placement(save(tensors), ENGINES["deepseek"], Facts(MODEL, ep_size=4))
+
+
+def test_twins_are_a_warning_where_the_engine_takes_them() -> None:
+    plan = plan_of([0], 4, 8, 3, 1, twins=True)
+    exported = export_placement(plan, ENGINES["vllm-list"])
+    assert "times a rank holds two copies" in exported.warnings[0]
+
+
+def test_layers_the_plan_lacks_get_the_start_layout_and_are_named() -> None:
+    model = ModelShape("M", 8, 2, 6, (1, 2, 4, 5))
+    exported = export_placement(PLAN, ENGINES["tensorrt-llm"], model)
+    assert exported.warnings == ("layers [5] are not in the plan and get the engine's own start layout",)
+    assert yaml.safe_load(exported.content)["initial_global_assignments"][5] == initial_map(8, 4).tolist()
+
+
+def test_layers_the_model_lacks_are_an_error() -> None:
+    with pytest.raises(PlacementError, match=r"the plan has layers \[4\]; the model's MoE layers are \[1, 2\]"):
+        export_placement(PLAN, ENGINES["vllm-list"], ModelShape("M", 8, 2, 6, (1, 2)))
+
+
+def test_another_models_experts_are_an_error() -> None:
+    with pytest.raises(PlacementError, match="the plan is for 8 experts; the model has 16"):
+        export_placement(PLAN, ENGINES["vllm-list"], ModelShape("M", 16, 2, 6, (1, 2, 4)))
+
+
+@pytest.mark.parametrize("name", ["sglang", "tensorrt-llm", "vllm-jsonl", "vllm-list", "rtp-llm", "deepseek"])
+def test_what_the_format_does_not_carry_is_asked_for(name: str) -> None:
+    with pytest.raises(UsageError, match="over how many ranks") as caught:
+        import_placement(written(name), ENGINES[name], Facts(MODEL))
+    assert "--ep-size" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[[0, 1], [0]]", "row 1 has 1 slots"),
+        (b"[[0, 1.0]]", "no list of whole numbers"),
+        (b"[[0, true]]", "no list of whole numbers"),
+        (b"[[0, NaN]]", "holds NaN"),
+        (b"[[0, 0], [0, 1]]", "the expert has no slot"),
+        (b"[[0, -1]]", "slot 1 holds expert -1"),
+        (b"[]", "no list of rows"),
+        (b"{", "is not JSON"),
+        (b"[[0, 99999999999]]", "ids fit in 32 bits"),
+    ],
+)
+def test_a_broken_file_is_named(content: bytes, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        import_placement(content, ENGINES["vllm-list"], Facts(ep_size=1))
+
+
+def test_facts_that_contradict_the_file_are_refused() -> None:
+    content = written("vllm-ascend")
+    with pytest.raises(PlacementError, match="the file is for 4; --ep-size says 2"):
+        import_placement(content, ENGINES["vllm-ascend"], Facts(MODEL, ep_size=2))
+    with pytest.raises(PlacementError, match="holds 3 layers; 2 MoE layers are expected"):
+        import_placement(content, ENGINES["vllm-ascend"], Facts(layer_ids=(1, 2)))
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 6,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0, 3, 5],
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+SUFFIX = {"omni-infer": ".npy", "tensorrt-llm": ".yaml", "deepseek": ".safetensors"}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_sidecar_brings_the_whole_plan_back(eplb: Eplb, tmp_path: Path, model: Path, name: str) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    out = tmp_path / f"map{SUFFIX.get(name, '.json')}"
+    run = eplb("export", tmp_path / "plan.json", "--to", name, "--model", model, "-o", out, "--format", "json")
+    assert run.code == 0, run.err
+    assert run.json["engine"] == name and str(out) in run.json["launch"]
+    assert eplb("import", out, "--from", name, "-o", tmp_path / "back.json").code == 0
+    assert (tmp_path / "back.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+def test_without_the_sidecar_the_flags_tell_the_rest(eplb: Eplb, tmp_path: Path, model: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    out = tmp_path / "map.json"
+    assert eplb("export", tmp_path / "plan.json", "--to", "sglang", "--model", model, "-o", out).code == 0
+    (tmp_path / "map.json.eplb.json").unlink()
+    run = eplb("import", out, "--from", "sglang", "-o", tmp_path / "back.json")
+    assert run.code == 2 and "--ep-size" in run.err
+    flags = ("--ep-size", 4, "--layer-ids", "1-2,4", "--format", "json")
+    run = eplb("import", out, "--from", "sglang", "-o", tmp_path / "back.json", *flags)
+    assert run.json["layer_ids"] == LAYERS and run.json["map_sha256"] == PLAN.map_sha256
+    assert Placement.load(tmp_path / "back.json").map_sha256 == PLAN.map_sha256
+
+
+def test_a_changed_file_is_read_without_its_sidecar(eplb: Eplb, tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    out = tmp_path / "map.json"
+    assert eplb("export", tmp_path / "plan.json", "--to", "vllm-ascend", "-o", out).code == 0
+    out.write_text(out.read_text() + "\n")
+    run = eplb("import", out, "--from", "vllm-ascend", "-o", tmp_path / "back.json", "--layer-ids", "1,2,4")
+    assert run.code == 0 and "changed since its export" in run.err
+    assert Placement.load(tmp_path / "back.json").map_sha256 == PLAN.map_sha256
+
+
+def test_options_that_contradict_the_sidecar_are_refused(eplb: Eplb, tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    out = tmp_path / "map.json"
+    assert eplb("export", tmp_path / "plan.json", "--to", "vllm-list", "-o", out).code == 0
+    run = eplb("import", out, "--from", "vllm-list", "-o", tmp_path / "back.json", "--ep-size", 2)
+    assert run.code == 1 and "does not say what its sidecar" in run.err
+    assert not (tmp_path / "back.json").exists()
+
+
+def test_layers_added_for_the_engine_do_not_come_back(eplb: Eplb, tmp_path: Path, model: Path) -> None:
+    part = Placement(PLAN.physical_to_logical[:2], PLAN.layer_ids[:2], 8, 4)
+    part.save(tmp_path / "plan.json")
+    out = tmp_path / "map.json"
+    run = eplb("export", tmp_path / "plan.json", "--to", "vllm-ascend", "--model", model, "-o", out)
+    assert run.code == 0 and "layers [4] are not in the plan" in run.err
+    assert eplb("import", out, "--from", "vllm-ascend", "-o", tmp_path / "back.json").code == 0
+    assert (tmp_path / "back.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+def test_a_suffix_the_engine_would_misread_is_refused(eplb: Eplb, tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    run = eplb("export", tmp_path / "plan.json", "--to", "vllm-ascend", "-o", tmp_path / "map.txt")
+    assert run.code == 2 and "map.json" in run.err
+
+
+def test_nothing_is_written_over_without_force(eplb: Eplb, tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    out = tmp_path / "map.json"
+    out.write_text("precious")
+    assert eplb("export", tmp_path / "plan.json", "--to", "vllm-list", "-o", out).code == 1
+    assert out.read_text() == "precious" and not (tmp_path / "map.json.eplb.json").exists()
+    assert eplb("export", tmp_path / "plan.json", "--to", "vllm-list", "-o", out, "--force").code == 0
+
+
+def test_a_missing_file_is_named(eplb: Eplb, tmp_path: Path) -> None:
+    run = eplb("import", tmp_path / "no.json", "--from", "vllm-list", "-o", tmp_path / "back.json")
+    assert run.code == 1 and "no such file" in run.err
