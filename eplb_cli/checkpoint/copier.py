@@ -176,33 +176,37 @@ class _Stream:
             self.writer.offset = start
             if start < len(header):
                 self.writer.put(header[start:])
-            position = len(header)
-            pieces = list(_after(self.shard.pieces, start - position))
-            position = max(start, position)
-            ahead = _Ahead(self.sources, pieces)
+            pieces = list(_after(self.shard.pieces, start - len(header)))
+            position = max(start, len(header))
+            ahead = _Ahead(self.sources, self._copied(pieces, position))
             for piece in pieces:
                 self._piece(piece, position, ahead)
                 position += piece.length
             self.writer.flush()
-        ahead.finish()
+            ahead.finish()
+
+    def _copied(self, pieces: Sequence[Piece], position: int) -> list[Piece]:
+        """The pieces that will be read, not shared."""
+        copied = []
+        for piece in pieces:
+            if piece.renumber is None and not (self.copier.clone and _interior(piece, position)[1]):
+                copied.append(piece)
+            position += piece.length
+        return copied
 
     def _piece(self, piece: Piece, position: int, ahead: _Ahead) -> None:
         if piece.renumber is not None:
             self.writer.put(renumbered(self.sources.folder, piece))
             self.copier.traffic.read += piece.length
-            ahead.passed(piece.length)
             return
         offset, end = piece.offset, piece.offset + piece.length
-        if self.copier.clone and (offset - position) % CLONE_BLOCK == 0:
-            head = min(-offset % CLONE_BLOCK, piece.length)
-            interior = (piece.length - head) // CLONE_BLOCK * CLONE_BLOCK
-            if interior >= _CLONE_AT_LEAST:
-                self._copy(piece.shard, offset, head)
-                offset += head
-                cloned = self._clone(piece.shard, offset, interior)
-                offset += cloned
-                ahead.passed(head + cloned)
-        if offset < end:
+        head, interior = _interior(piece, position)
+        if self.copier.clone and interior:
+            self._copy(piece.shard, offset, head)
+            offset += head
+            offset += self._clone(piece.shard, offset, interior)
+            self._copy(piece.shard, offset, end - offset)
+        else:
             self._copy(piece.shard, offset, end - offset, ahead)
 
     def _copy(self, name: str, offset: int, length: int, ahead: _Ahead | None = None) -> None:
@@ -243,6 +247,16 @@ class _Stream:
             self.writer.flush()
             self.step(self.descriptor, self.writer.offset)
             self.next_step += _STEP
+
+
+def _interior(piece: Piece, position: int) -> tuple[int, int]:
+    """(bytes before the first block boundary, bytes of whole blocks) of a piece that is to lie at `position`; the
+    second is 0 where blocks do not coincide or are too few to be worth sharing."""
+    if (piece.offset - position) % CLONE_BLOCK:
+        return 0, 0
+    head = min(-piece.offset % CLONE_BLOCK, piece.length)
+    interior = (piece.length - head) // CLONE_BLOCK * CLONE_BLOCK
+    return (head, interior) if interior >= _CLONE_AT_LEAST else (0, 0)
 
 
 class _Writer:
@@ -345,7 +359,7 @@ class _Ahead:
         self.behind: list[tuple[str, int, int]] = []
 
     def passed(self, count: int) -> None:
-        """Tell that `count` more bytes are about to be read or were skipped; keep the distance ahead of them."""
+        """Tell that `count` more bytes are about to be read; keep the distance ahead of them."""
         self.ahead -= count
         while self.ahead < _READ_AHEAD // 2:
             following = next(self.ranges, None)
