@@ -48,6 +48,7 @@ def test_the_wheel_holds_the_families_and_no_package_called_models(wheel: Path) 
     assert "eplb_cli/models/qwen3_moe.toml" in names
     assert "eplb_cli/models/llama4.toml" in names
     assert "eplb_cli/py.typed" in names
+    assert {f"eplb_cli/report/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eplb_cli", "eplb"}
 
 

@@ -19,7 +19,7 @@ from eplb_cli.errors import EplbError
 
 __all__ = ["app", "main", "run"]
 
-COMMANDS: tuple[str, ...] = ("profile", "plan", "score", "convert", "verify", "serve", "export", "import_")
+COMMANDS: tuple[str, ...] = ("profile", "plan", "score", "convert", "verify", "serve", "export", "import_", "report")
 """Module of each command, in the order of the help page. Each holds a function of its name and EXAMPLES."""
 
 app = typer.Typer(
