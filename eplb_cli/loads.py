@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -156,8 +156,6 @@ class ExpertLoads:
         Raises:
             OutputError: the file cannot be written.
         """
-        from safetensors.numpy import save
-
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -168,16 +166,15 @@ class ExpertLoads:
             "dropped": dict(sorted(self.dropped.items())),
             "warnings": list(self.warnings),
         }
-        tensors = {
+        tensors: dict[str, npt.NDArray[Any]] = {
             "counts": self.counts,
             "tokens": self.tokens,
             "layer_ids": self.layer_ids,
             "window_ids": self.window_ids,
             "window_phase": self.window_phase,
         }
-        tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
         with atomic_write(path) as stream:
-            stream.write(save(tensors, metadata={METADATA_KEY: json.dumps(header, sort_keys=True)}))
+            _write_safetensors(stream, tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)})
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -218,6 +215,24 @@ class ExpertLoads:
             raise
         except TypeError as error:
             raise LoadsError(f"has a damaged header ({error})", file=path) from error
+
+
+def _write_safetensors(stream: BinaryIO, tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """Write arrays straight from memory: the library's own writer would hold two more copies of the counts."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each starts at a multiple of its size
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in names:
+        array = tensors[name]
+        dtype = {"i": "I", "u": "U"}[array.dtype.kind] + str(8 * array.itemsize)
+        entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    stream.write(len(header).to_bytes(8, "little") + header)
+    for name in names:
+        array = np.ascontiguousarray(tensors[name], tensors[name].dtype.newbyteorder("<"))
+        stream.write(array.reshape(-1).view(np.uint8).data)
 
 
 def _header(path: Path, metadata: Mapping[str, str], hint: str) -> dict[str, Any]:

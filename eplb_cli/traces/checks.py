@@ -16,7 +16,10 @@ __all__ = [
     "TRUSTED_PICKS_PER_EXPERT",
     "CounterHistory",
     "Window",
+    "dummy_windows",
+    "expected_loss",
     "experts_of_map",
+    "identical_leading_rows",
     "one_rank_of",
     "refuse_one_rank",
     "refuse_zero_layers",
@@ -25,6 +28,10 @@ __all__ = [
 
 TRUSTED_PICKS_PER_EXPERT = 100
 """Below this mean the load of an expert is known to no better than 10 % (one over the root of its picks)."""
+NOTABLE_LOSS = 0.02
+"""A promise that shrinks by less than this on other tokens of the same traffic is not worth a word."""
+BOOTSTRAPS = 8
+SHORTEST_DUMMY_RUN = 16
 CHANCE = 1e-6
 """Patterns likelier than this to arise from few tokens are not held against a recording."""
 
@@ -122,6 +129,67 @@ def refuse_zero_layers(block: TokenBlock, model: ModelShape | None) -> None:
         )
 
 
+def identical_leading_rows(block: TokenBlock) -> int:
+    """Tokens in front of a file that repeat the first one's routing; 0 when they are too few to mean anything.
+
+    Engines profile their memory with dummy batches, and some recorders keep them.
+    """
+    if block.first_row or len(block.ids) < SHORTEST_DUMMY_RUN or not block.ids[0].size:
+        return 0
+    same = (block.ids == block.ids[0]).all(axis=(1, 2))
+    run = len(same) if same.all() else int(np.argmin(same))
+    return run if run >= SHORTEST_DUMMY_RUN and (block.ids[0] >= 0).any() else 0
+
+
+def dummy_windows(loads: ExpertLoads) -> int:
+    """Windows in front whose load sits on one token's picks in every layer, when later ones are spread."""
+    hit = (loads.counts > 0).sum(2)
+    narrow = (hit <= (loads.top_k or 1)).all(1) & (loads.counts.sum(2).max(1, initial=0) > 8 * (loads.top_k or 1))
+    return 0 if not narrow.size or narrow.all() else int(np.argmin(narrow))
+
+
+def expected_loss(loads: ExpertLoads) -> tuple[int, float, float] | None:
+    """(ranks, promised, reached): balancedness of a plan from a resample of the loads, on it and on another resample.
+
+    A parametric bootstrap: each resample draws every count anew from a Poisson distribution around the recorded one,
+    which is what more tokens of the same traffic would look like. The plan packs experts greedily without copies on 8
+    ranks (4 or 2 when the experts do not divide); the seed is fixed. None when there is nothing to divide.
+    """
+    ranks = next((g for g in (8, 4, 2) if loads.num_experts % g == 0 and loads.num_experts > g), None)
+    totals = loads.counts.sum(0)
+    if ranks is None or not totals.any():
+        return None
+    generator = np.random.default_rng(0)
+    seen, unseen = (generator.poisson(totals, (BOOTSTRAPS, *totals.shape)).astype(float) for _ in range(2))
+    rank_of = _pack(seen.reshape(-1, loads.num_experts), ranks)
+    return ranks, _balance(seen, rank_of, ranks), _balance(unseen, rank_of, ranks)
+
+
+def _pack(loads: npt.NDArray[np.float64], ranks: int) -> npt.NDArray[np.int64]:
+    """Rank of each expert, [n, E]: the heaviest first, each to the lightest rank that has room."""
+    rows, experts = loads.shape
+    order = np.argsort(-loads, axis=1, kind="stable")
+    held = np.zeros((rows, ranks))
+    count = np.zeros((rows, ranks), np.int64)
+    rank_of = np.zeros((rows, experts), np.int64)
+    row = np.arange(rows)
+    for position in range(experts):
+        expert = order[:, position]
+        rank = np.where(count < experts // ranks, held, np.inf).argmin(1)
+        held[row, rank] += loads[row, expert]
+        count[row, rank] += 1
+        rank_of[row, expert] = rank
+    return rank_of
+
+
+def _balance(loads: npt.NDArray[np.float64], rank_of: npt.NDArray[np.int64], ranks: int) -> float:
+    """Sum of the mean over the sum of the max rank load, over layers and resamples."""
+    flat = loads.reshape(len(rank_of), -1)
+    held = np.zeros((len(flat), ranks))
+    np.add.at(held, (np.arange(len(flat))[:, None], rank_of), flat)
+    return float(held.mean(1).sum() / max(held.max(1).sum(), 1e-300))
+
+
 def experts_of_map(
     physical_to_logical: npt.NDArray[Any], known: int | None, layer_ids: npt.NDArray[np.int32], file: str
 ) -> int:
@@ -213,6 +281,18 @@ def warnings_of(loads: ExpertLoads, options: ReadOptions, *, tokens_told: bool) 
             )
     if loads.top_k and any(total % loads.top_k for total in live.tolist()) and not tokens_told:
         warnings.append(f"assignments are not a multiple of top-k {loads.top_k} in every layer")
+    dummies = dummy_windows(loads)
+    if dummies:
+        warnings.append(
+            f"in the first {dummies} windows all load sits on {loads.top_k or 1} experts a layer: a dummy batch? "
+            f"--skip-steps {dummies} leaves them out"
+        )
+    loss = expected_loss(loads)
+    if loss is not None and loss[1] - loss[2] > NOTABLE_LOSS:
+        warnings.append(
+            f"too few tokens to trust the balance of a plan: at {loss[0]} ranks without copies it would promise "
+            f"balancedness {loss[1]:.3f} and reach {loss[2]:.3f} on more tokens of the same traffic (bootstrap)"
+        )
     mean = float(live.max(initial=0)) / max(1, loads.num_experts)
     if mean < TRUSTED_PICKS_PER_EXPERT:
         warnings.append(

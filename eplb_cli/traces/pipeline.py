@@ -33,7 +33,7 @@ from eplb_cli.traces.protocol import (
     Space,
     TokenBlock,
 )
-from eplb_cli.traces.windows import BUDGET_BYTES, WindowStore
+from eplb_cli.traces.windows import BUDGET_BYTES, TOKEN_BUDGET_BYTES, WindowStore
 
 __all__ = ["DEFAULT_WINDOW_TOKENS", "Profile", "collect"]
 
@@ -147,7 +147,8 @@ class _Collector:
         if phase not in self.stores:
             assert self.layer_ids is not None and self.num_experts is not None  # noqa: S101
             layers, experts = len(self.layer_ids), self.num_experts
-            limit: int | None = max(2, BUDGET_BYTES // max(1, 8 * layers * experts))
+            budget = TOKEN_BUDGET_BYTES if of_tokens else BUDGET_BYTES
+            limit: int | None = max(2, budget // max(1, 8 * layers * experts))
             if of_tokens:
                 limit = None if self.options.window_tokens else min(limit or 2, MAX_TOKEN_WINDOWS)
             self.stores[phase] = WindowStore(layers, experts, limit)
@@ -189,6 +190,12 @@ class _Collector:
             )
         phase = self.kept_phase(block.phase)
         checks.refuse_zero_layers(block, self.model)
+        repeated = checks.identical_leading_rows(block)
+        if repeated:
+            self.warn(
+                f"{block.file}: the first {repeated} tokens are routed alike in all layers: a dummy batch? "
+                "--skip-steps leaves windows out at the start"
+            )
         rows = self.rows_of(block.axis, block.file)
         plan = self.options.physical_to_logical
         fold = None if plan is None else self.plan_rows(rows, None, block.file)
@@ -379,6 +386,11 @@ class _Collector:
 
     def finish_recording(self, recording: Recording) -> None:
         self.skipped = 0
+        if recording.repeated_prefixes:
+            self.warn(
+                f"{recording.repeated_prefixes} sequences begin as an earlier one does; a prefix that came from the "
+                "cache loaded no expert, and is counted again here unless the trace tells"
+            )
         for reason, amount in recording.dropped.items():
             self.drop(reason, amount)
         self.warnings.update(dict.fromkeys(recording.warnings))

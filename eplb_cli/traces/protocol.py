@@ -7,6 +7,7 @@ It applies no rule of its own where all recorders share one; `eplb_cli.traces.pi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -43,6 +44,8 @@ __all__ = [
     "no_match",
 ]
 
+PREFIX_ROWS = 16
+"""Tokens in front of a sequence by which a repeated prompt is noticed: a block of vLLM's prefix cache."""
 ALL, PREFILL, DECODE = 0, 1, 2
 """Codes of a window's phase, indices into `eplb_cli.loads.PHASES`."""
 
@@ -258,6 +261,17 @@ class Recording:
     dropped: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    prefixes: set[bytes] = field(default_factory=set)
+    repeated_prefixes: int = 0
+
+    def watch_prefix(self, rows: npt.NDArray[np.integer]) -> None:
+        """Notice a sequence whose first tokens are routed as an earlier one's: most likely the same prompt again."""
+        if len(rows) < PREFIX_ROWS:
+            return
+        digest = hashlib.blake2b(np.ascontiguousarray(rows[:PREFIX_ROWS]).tobytes(), digest_size=16).digest()
+        if digest in self.prefixes:
+            self.repeated_prefixes += 1
+        self.prefixes.add(digest)
 
     @property
     def size(self) -> int:

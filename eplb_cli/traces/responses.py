@@ -89,6 +89,8 @@ def blocks_of_choice(
     else:
         cached = min(max(choice.cached_tokens - start, 0), len(ids))
     recording.drop("cached_prefix_tokens", cached)
+    if not start and not cached and not choice.index:
+        recording.watch_prefix(ids)
     if prompt is None:
         yield TokenBlock(ids[cached:], axis, name, cached, ALL)
         return

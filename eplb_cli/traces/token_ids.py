@@ -107,7 +107,13 @@ def _read_file(file: TraceFile, recording: Recording) -> Iterator[TokenBlock]:
         yield TokenBlock(np.zeros((0, *header.shape[1:]), np.int64), axis, file.name)
         return
     cuts = _cuts(total, extras, options, recording, file)
+    lengths = extras.get("seq_lens", np.array([total]))
+    starts = np.cumsum(lengths) - lengths
     for first_row, rows in stream_rows(file, key):
+        if "session_ids" not in extras:
+            here = (starts >= first_row) & (starts < first_row + len(rows))
+            for start, length in zip(starts[here].tolist(), lengths[here].tolist(), strict=True):
+                recording.watch_prefix(rows[start - first_row : start - first_row + length])
         for start, stop, phase in cuts.within(first_row, first_row + len(rows)):
             yield TokenBlock(rows[start - first_row : stop - first_row], axis, file.name, start, phase)
 

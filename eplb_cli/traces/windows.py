@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BUDGET_BYTES", "WindowStore"]
+__all__ = ["BUDGET_BYTES", "TOKEN_BUDGET_BYTES", "WindowStore"]
 
 BUDGET_BYTES = 128 << 20
-"""Counts kept at most; beyond it neighbours merge. A thousand windows of the largest models fit."""
+"""Counts of recorded steps kept at most; beyond it neighbours merge."""
+TOKEN_BUDGET_BYTES = 64 << 20
+"""The same for windows cut from per-token traces, whose size is ours to choose."""
 
 
 class WindowStore:
