@@ -51,6 +51,7 @@ class Estimate:
         bytes_cloned: bytes that can be shared with the source on this file system (or linked); an upper estimate.
         bytes_needed: bytes of new blocks, what is left to write of an interrupted run.
         bytes_free: bytes that the target has.
+        bytes_missing: bytes that it lacks, a margin for the file system's own records included; 0 when it has enough.
         extra_bytes: growth of the weights by copies of experts.
     """
 
@@ -59,6 +60,7 @@ class Estimate:
     bytes_cloned: int
     bytes_needed: int
     bytes_free: int
+    bytes_missing: int
     extra_bytes: int
 
 
@@ -125,12 +127,14 @@ class Conversion:
         small = sum(map(len, self.small_files.values())) + 200 * len(self.rewrite.origins)
         extra = 0 if self.rewrite.index_name is None else 100 * len(self.rewrite.origins)
         status = os.statvfs(self.output.absolute().parent)
+        needed, free = left + side + small + extra, status.f_bavail * status.f_frsize
         return Estimate(
             files=self.num_files,
             bytes_total=sum(shard.size for shard in self.rewrite.shards) + side + small + extra,
             bytes_cloned=cloned,
-            bytes_needed=left + side + small + extra,
-            bytes_free=status.f_bavail * status.f_frsize,
+            bytes_needed=needed,
+            bytes_free=free,
+            bytes_missing=max(0, needed + _MARGIN_BYTES - free),
             extra_bytes=self.extra_bytes,
         )
 
@@ -157,13 +161,12 @@ class Conversion:
             OutputError: there are too few.
         """
         estimate = self.estimate()
-        missing = estimate.bytes_needed + _MARGIN_BYTES - estimate.bytes_free
         parent = self.output.absolute().parent
-        if missing > 0:
+        if estimate.bytes_missing:
             raise OutputError(
                 f"needs {estimate.bytes_needed:,} bytes, and {estimate.bytes_free:,} are free",
                 file=parent,
-                rule=f"{missing:,} are missing, {_MARGIN_BYTES:,} of them as a margin",
+                rule=f"{estimate.bytes_missing:,} are missing, {_MARGIN_BYTES:,} of them as a margin",
                 hint="Make room or choose another file system; one that shares blocks (XFS, btrfs) with the source "
                 "needs next to none.",
             )

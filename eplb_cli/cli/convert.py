@@ -106,8 +106,8 @@ def convert(
             "shards": [{"file": shard.name, "bytes": shard.size} for shard in conversion.rewrite.shards],
         }
         console.result(data, *_dry_run_lines(conversion.rewrite.shards, estimate))
-        if estimate.bytes_needed > estimate.bytes_free:
-            console.warn("the target has less space than needed; the run would stop before the first byte")
+        if estimate.bytes_missing:
+            console.warn(f"the target lacks {estimate.bytes_missing:,} bytes; the run would stop before the first byte")
         return
     conversion.require_space()
     total = sum(shard.size for shard in conversion.rewrite.shards)
