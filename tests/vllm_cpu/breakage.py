@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ def router_sees_another_map(rank: int) -> None:
 
     add_model = eplb_state.EplbState.add_model
 
+    @functools.wraps(add_model)
     def detached(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         add_model(self, model, *args, **kwargs)
         state = next(iter(model.moe_layers)).eplb_state

@@ -10,6 +10,7 @@ Every rank is a plain process that runs vLLM's own worker, scheduler and EPLB (e
 vLLM is replaced but what the CPU shim adds. Imports are what a start costs on a small machine; forking saves them.
 """
 
+import gc
 import json
 import os
 import socket
@@ -173,6 +174,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever prints must not disturb the answers
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # vLLM collects garbage while it starts, which would visit all that was imported
     for line in sys.stdin:
         answers.write(json.dumps(_serve(json.loads(line))) + "\n")
         answers.flush()
