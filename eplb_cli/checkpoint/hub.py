@@ -114,7 +114,8 @@ def _explain(repository: str, error: Exception) -> CheckpointError:
             f"{repository} is gated, and this login has no access to it ({status})",
             hint=f"Request access at {page}; your login is shown by: hf auth whoami",
         )
-    if isinstance(error, RepositoryNotFoundError):
+    # Without a login the hub answers 401 for what does not exist, so as not to tell what does.
+    if isinstance(error, RepositoryNotFoundError) or status == 401:
         if status == 401:
             return CheckpointError(
                 f"{repository} does not exist, or is private and no valid login was sent (401)",
