@@ -25,6 +25,8 @@ ALLOWED = {
     "checkpoint": BASE | {"models"},
     "vllm_plugin": BASE,
     "serve": BASE | {"checkpoint", "vllm_plugin"},
+    "versions": set(),
+    "doctor": BASE | {"serve", "vllm_plugin", "versions"},
     "advice": BASE | {"planner"},
     "report": BASE | {"planner", "checkpoint", "advice"},
 }

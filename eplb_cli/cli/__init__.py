@@ -16,10 +16,22 @@ import typer
 from eplb_cli import __version__
 from eplb_cli.console import print_error
 from eplb_cli.errors import EplbError
+from eplb_cli.versions import installed_versions
 
 __all__ = ["app", "main", "run"]
 
-COMMANDS: tuple[str, ...] = ("profile", "plan", "score", "convert", "verify", "serve", "export", "import_", "report")
+COMMANDS: tuple[str, ...] = (
+    "profile",
+    "plan",
+    "score",
+    "convert",
+    "verify",
+    "serve",
+    "export",
+    "import_",
+    "report",
+    "doctor",
+)
 """Module of each command, in the order of the help page. Each holds a function of its name and EXAMPLES."""
 
 app = typer.Typer(
@@ -35,7 +47,8 @@ app = typer.Typer(
 
 def _print_version(value: bool) -> None:
     if value:
-        sys.stdout.write(f"eplb {__version__}\n")
+        beside = ", ".join(f"{name} {found}" for name, found in installed_versions("vllm", "torch").items())
+        sys.stdout.write(f"eplb {__version__}{f' ({beside})' if beside else ''}\n")
         raise typer.Exit
 
 

@@ -23,7 +23,7 @@ from eplb_cli.placement import PLAN_FILE, Placement
 from eplb_cli.serve.arguments import EngineArguments, read_arguments
 from eplb_cli.vllm_plugin.settings import VARIABLES, Layout, Policy, Settings
 
-__all__ = ["Launch", "prepare"]
+__all__ = ["Launch", "plugin_names", "prepare", "vllm_command"]
 
 NEVER_STEPS = 1_000_000_000
 """The largest rebalance interval that any vLLM takes; the plugin sets a longer one."""
@@ -166,9 +166,9 @@ def prepare(
             record_steps=record_steps,
         )
     tail = ["--eplb-config", json.dumps(eplb_config, sort_keys=True)] if eplb_config else []
-    command = (*_vllm(dry_run, warnings), "serve", model, *given.rest, *flags, *tail)
+    command = (*vllm_command(dry_run, warnings), "serve", model, *given.rest, *flags, *tail)
     notes += _mode_notes(placement, layout, policy, use_eplb)
-    environment = {} if settings is None else {**settings.environment(), **_plugin_names()}
+    environment = {} if settings is None else {**settings.environment(), **plugin_names()}
     if settings is not None and "ray" in (given.distributed_executor_backend, given.data_parallel_backend):
         environment |= _ray_environment()
     nodes = _node_notes(given, settings)
@@ -358,7 +358,7 @@ def _mode_notes(
     ]
 
 
-def _vllm(dry_run: bool, warnings: list[str]) -> tuple[str, ...]:
+def vllm_command(dry_run: bool, warnings: list[str]) -> tuple[str, ...]:
     """The `vllm` of this Python environment, where the plugin is installed too."""
     from importlib.util import find_spec
 
@@ -376,7 +376,7 @@ def _vllm(dry_run: bool, warnings: list[str]) -> tuple[str, ...]:
     return (sys.executable, "-m", "vllm.entrypoints.cli.main")
 
 
-def _plugin_names() -> dict[str, str]:
+def plugin_names() -> dict[str, str]:
     """VLLM_PLUGINS with our plugin in it.
 
     vLLM loads endpoint plugins only when the variable names them. Where it is not set, all plugins that vLLM would load
