@@ -18,6 +18,7 @@ from eplb_cli.loads import PHASES, ExpertLoads
 from eplb_cli.metrics import balancedness, initial_map, rank_loads
 from eplb_cli.placement import Placement
 from eplb_cli.planner import PlanRequest, make_plan
+from eplb_cli.planner.confidence import LOSS_ALLOWED, bootstrap_interval, step_noise_ceiling, tokens_needed
 
 __all__ = [
     "Advice",
@@ -43,8 +44,6 @@ CARRIES_OVER = 0.005
 """Held-out gain below which a plan is not told from noise: block bootstraps of held-out figures span 0.5 to 1 point."""
 WINDOWS_WANTED = 16
 """Windows below which experts that peak together cannot be told from experts that take turns (docs/planner.md)."""
-LOSS_ALLOWED = 0.005
-"""Balancedness that sampling noise in the loads may cost before more tokens are asked for."""
 MEMORY_BOUND_TOKENS = 90
 """Tokens per slot and step below which reading an expert's weights takes longer than multiplying by them: a roofline
 estimate with the ratio of arithmetic to bandwidth of an H100, not a measurement."""
@@ -52,9 +51,6 @@ OLD_DAYS = 30
 """Age of a profile, in days, from which it is worth scoring the plan on a new recording."""
 PHASES_DIFFER = 0.02
 """Balancedness that a plan of both phases may lose against a phase's own plan before two plans are advised."""
-BLOCK_WINDOWS = 8
-"""Consecutive windows resampled together: neighbours resemble each other."""
-BOOTSTRAP_DRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -366,53 +362,6 @@ def _layers_with_full_attention(values: Mapping[str, Any], layers: int) -> int:
     if isinstance(pattern, list):
         return sum(flag == 0 for flag in pattern[:layers])
     return layers
-
-
-def step_noise_ceiling(tokens_per_step: float, top_k: int, ep_size: int) -> float:
-    """Balancedness that a perfect placement reaches in a step of so many tokens, in expectation.
-
-    Perfect means that every rank has the same expectation m = tokens x k / G. The ranks' loads then are close to
-    independent Poisson variables, and the ceiling is m / E[max of G of them], with E[max] = sum over x of 1 - F(x)^G.
-    """
-    mean = tokens_per_step * top_k / ep_size
-    if mean <= 0 or ep_size == 1:
-        return 1.0
-    top = int(mean + 12 * math.sqrt(mean) + 30)
-    x = np.arange(top + 1)
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, top + 1)))])
-    cumulative = np.minimum(np.cumsum(np.exp(x * math.log(mean) - mean - log_factorial)), 1.0)
-    return float(mean / (1.0 - cumulative**ep_size).sum())
-
-
-def tokens_needed(loss: float, top_k: int, ep_size: int) -> int:
-    """Tokens after which sampling noise in the loads costs a plan at most `loss` of balancedness.
-
-    loss = 0.6 sqrt(2 ln G) sqrt(G / (n k)); the form is the expected maximum of G normal variables, the factor was
-    measured on six models' loads with 1,000 to 4 million tokens (docs/planner.md).
-    """
-    if ep_size == 1:
-        return 0
-    return math.ceil(0.36 * 2 * math.log(ep_size) * ep_size / (top_k * loss**2))
-
-
-def bootstrap_interval(mean: FloatArray, peak: FloatArray, seed: int = 0) -> tuple[float, float] | None:
-    """90 % interval of sum(mean) / sum(peak) over windows, by resampling blocks of neighbouring windows.
-
-    Args:
-        mean, peak: float64 [W], mean and max rank load of each window, summed over layers.
-
-    Returns:
-        The 5th and 95th percentile, or None with fewer than eight windows.
-    """
-    windows = len(mean)
-    if windows < BLOCK_WINDOWS or not peak.sum() > 0:
-        return None
-    block = min(BLOCK_WINDOWS, max(1, windows // BLOCK_WINDOWS))
-    blocks = -(-windows // block)
-    starts = np.random.default_rng(seed).integers(0, windows, (BOOTSTRAP_DRAWS, blocks))
-    drawn = ((starts[:, :, None] + np.arange(block)) % windows).reshape(BOOTSTRAP_DRAWS, -1)[:, :windows]
-    low, high = np.quantile(mean[drawn].sum(1) / peak[drawn].sum(1), (0.05, 0.95))
-    return float(low), float(high)
 
 
 def compare_phases(loads: ExpertLoads, placement: Placement) -> tuple[PhaseGap, ...]:

@@ -14,6 +14,7 @@ __all__ = [
     "balancedness_bound",
     "balancedness_per_layer",
     "initial_map",
+    "least_shares",
     "max_over_mean",
     "rank_loads",
     "rank_shares",
@@ -100,11 +101,11 @@ def balancedness_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: 
     loads = counts.astype(np.float64)
     mean = loads.sum(-1) / ep_size
     return float(
-        _ratio(np.asarray(mean.sum()), np.asarray(np.maximum(mean, _least_share(loads, num_slots, ep_size)).sum()))
+        _ratio(np.asarray(mean.sum()), np.asarray(np.maximum(mean, least_shares(loads, num_slots, ep_size)).sum()))
     )
 
 
-def _least_share(loads: FloatArray, num_slots: int, ep_size: int) -> FloatArray:
+def least_shares(loads: FloatArray, num_slots: int, ep_size: int) -> FloatArray:
     """min over counts of max_e w_e / c_e, for each leading index of [..., E].
 
     Giving the next copy to the largest share is optimal (an exchange argument); an expert at G copies takes no more.

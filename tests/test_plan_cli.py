@@ -28,6 +28,7 @@ KEYS = {
     "worst_layer",
     "moves",
     "extra_gib_per_rank",
+    "confidence",
     "warnings",
     "advice",
 }

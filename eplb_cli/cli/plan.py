@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,10 +12,12 @@ from eplb_cli.console import OutputFormat
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from eplb_cli.advice import Advice
     from eplb_cli.console import Console
     from eplb_cli.loads import ExpertLoads, ModelShape
+    from eplb_cli.placement import Placement
     from eplb_cli.planner import PlanRequest, PlanResult
 
 __all__ = ["EXAMPLES", "plan"]
@@ -24,6 +26,9 @@ EXAMPLES = (
     "eplb plan loads.safetensors -tp 8 -o plan.json",
     "eplb plan loads.safetensors --ep-size 32 --num-redundant-experts 32 -o plan.json",
     "eplb plan loads.safetensors -tp 8 --strategy stock -o plan.json",
+    "eplb plan loads.safetensors -tp 8 --num-redundant-experts auto --model Qwen/Qwen3-235B-A22B -o plan.json",
+    "eplb plan today.safetensors -tp 8 --previous plan.json --max-moves 15% -o plan2.json",
+    "eplb plan 'chat.safetensors*0.7' 'code.safetensors*0.3' --ep-size 16 -o plan.json",
     "eplb plan prefill.safetensors decode.safetensors --ep-size 16 --format json -o plan.json",
     "eplb plan loads.safetensors --ep-size 8 --explain 3 --dry-run",
     "eplb plan --check plan.json",
@@ -38,7 +43,11 @@ DEFINITION = (
 
 def plan(
     loads: Annotated[
-        list[str] | None, typer.Argument(help="Profiles; several join along their windows.", metavar="LOADS...")
+        list[str] | None,
+        typer.Argument(
+            help="Profiles; several join along their windows, or mix by weight: chat.safetensors*0.7.",
+            metavar="LOADS...",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the plan.")] = None,
     ep_size: Annotated[int | None, typer.Option("--ep-size", help="EP ranks.")] = None,
@@ -50,12 +59,24 @@ def plan(
     ] = None,
     num_redundant_experts: Annotated[
         str | None,
-        typer.Option("--num-redundant-experts", help="R. Default: the smallest valid.", metavar="R"),
+        typer.Option(
+            "--num-redundant-experts",
+            help="R, or auto to sweep R and take the knee. Default: the smallest valid.",
+            metavar="R|auto",
+        ),
     ] = None,
     num_nodes: Annotated[int, typer.Option("--num-nodes", help="Nodes that the ranks are spread over.")] = 1,
     num_groups: Annotated[
         int | None, typer.Option("--num-groups", help="Expert groups of the router (n_group in config.json).")
     ] = None,
+    node_policy: Annotated[
+        str,
+        typer.Option(
+            "--node-policy",
+            help="With groups on several nodes. flat: ignore nodes; strict: whole groups stay on nodes; relaxed: a "
+            "slot off its home node has a price.",
+        ),
+    ] = "flat",
     strategy: Annotated[
         str,
         typer.Option(
@@ -65,12 +86,25 @@ def plan(
         ),
     ] = "auto",
     effort: Annotated[str, typer.Option("--effort", help="fast, normal or thorough search.")] = "normal",
-    previous: Annotated[Path | None, typer.Option("--previous", help="The plan in force; moves are counted.")] = None,
+    previous: Annotated[
+        Path | None,
+        typer.Option("--previous", help="The plan in force; moves are counted and kept few.", metavar="PLAN"),
+    ] = None,
+    max_moves: Annotated[
+        str | None,
+        typer.Option(
+            "--max-moves", help="Most slots whose expert may change rank: a number, or a share as 15%.", metavar="N|N%"
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="The model: expert sizes, and which layers are MoE.")
     ] = None,
     max_extra_gib: Annotated[
         float | None, typer.Option("--max-extra-gib", help="Most GiB per rank that redundant experts may take.")
+    ] = None,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option("--step-tokens", help="Tokens of an engine step over all ranks; tells what chance leaves.", min=1),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the search; recorded in the plan.")] = 0,
     folds: Annotated[int, typer.Option("--folds", help="Folds of the cross-validation; 0 leaves it out.", min=0)] = 5,
@@ -110,9 +144,12 @@ def plan(
         redundant=num_redundant_experts,
         num_nodes=num_nodes,
         num_groups=num_groups,
+        node_policy=node_policy,
         strategy=strategy,
         effort=effort,
         previous=previous,
+        max_moves=max_moves,
+        step_tokens=step_tokens,
         model=model,
         max_extra_gib=max_extra_gib,
         seed=seed,
@@ -162,9 +199,12 @@ def _request(
     redundant: str | None,
     num_nodes: int,
     num_groups: int | None,
+    node_policy: str,
     strategy: str,
     effort: str,
     previous: Path | None,
+    max_moves: str | None,
+    step_tokens: int | None,
     model: str | None,
     max_extra_gib: float | None,
     seed: int,
@@ -172,17 +212,24 @@ def _request(
 ) -> PlanRequest:
     from eplb_cli.errors import UsageError
     from eplb_cli.placement import Placement
-    from eplb_cli.planner import EFFORTS, STRATEGIES, PlanRequest
+    from eplb_cli.planner import EFFORTS, NODE_POLICIES, STRATEGIES, PlanRequest
 
-    for name, value, known in (("--strategy", strategy, STRATEGIES), ("--effort", effort, EFFORTS)):
+    for name, value, known in (
+        ("--strategy", strategy, STRATEGIES),
+        ("--effort", effort, EFFORTS),
+        ("--node-policy", node_policy, NODE_POLICIES),
+    ):
         if value not in known:
             raise UsageError(f"{name} {value!r} is not known", rule=f"use {', '.join(known[:-1])} or {known[-1]}")
-    count: int | None = None
-    if redundant is not None:
+    count: int | Literal["auto"] | None = None
+    if redundant == "auto":
+        count = "auto"
+    elif redundant is not None:
         try:
             count = int(redundant)
         except ValueError:
-            raise UsageError(f"--num-redundant-experts {redundant!r}", rule="it must be an integer") from None
+            raise UsageError(f"--num-redundant-experts {redundant!r}", rule="it must be an integer or auto") from None
+    in_force = None if previous is None else Placement.load(previous)
     shape, expert_bytes, model_groups = (None, None, None) if model is None else _read_model(model)
     return PlanRequest(
         ep_size=ranks,
@@ -192,26 +239,66 @@ def _request(
         num_groups=num_groups or (model_groups if model_groups and model_groups % max(num_nodes, 1) == 0 else None),
         strategy=strategy,  # type: ignore[arg-type]  # checked against STRATEGIES above
         effort=effort,  # type: ignore[arg-type]
+        node_policy=node_policy,  # type: ignore[arg-type]
         seed=seed,
         folds=folds,
-        previous=None if previous is None else Placement.load(previous),
+        previous=in_force,
+        max_moves=None if max_moves is None else _most_moves(max_moves, in_force),
+        step_tokens=step_tokens,
         expert_bytes=expert_bytes,
         max_extra_gib=max_extra_gib,
         model=shape,
     )
 
 
+def _most_moves(text: str, previous: Placement | None) -> int:
+    from eplb_cli.errors import UsageError
+
+    share = text.removesuffix("%")
+    try:
+        most = float(share) / 100 if share != text else int(text)
+    except ValueError:
+        most = -1
+    if not 0 <= most < 2**31:
+        raise UsageError(f"--max-moves {text!r}", rule="it must be a number of slots, or a share of them such as 15%")
+    slots = 0 if previous is None else previous.num_slots * previous.num_layers
+    return int(most * slots) if isinstance(most, float) else most
+
+
+def _split_weight(name: str) -> tuple[Path, float | None]:
+    """The file and weight of `chat.safetensors*0.7`; a file that is there by that very name has no weight."""
+    from eplb_cli.errors import UsageError
+
+    file, star, weight = name.rpartition("*")
+    if not star or Path(name).exists():
+        return Path(name), None
+    try:
+        return Path(file), float(weight)
+    except ValueError:
+        raise UsageError(f"{name}: the weight {weight!r} is not a number", hint="chat.safetensors*0.7") from None
+
+
 def _read_loads(names: list[str]) -> tuple[ExpertLoads, str]:
-    """The loads joined along windows, and the digest to record: the file's, or that of all files' digests."""
+    """The loads joined along windows, and the digest to record: the file's, or one of all digests and weights."""
     import hashlib
 
+    from eplb_cli.errors import UsageError
     from eplb_cli.files import sha256_of_file
-    from eplb_cli.loads import ExpertLoads, concatenate
+    from eplb_cli.loads import ExpertLoads, concatenate, mix
 
-    paths = [Path(name) for name in names]
-    joined = concatenate([ExpertLoads.load(path) for path in paths])
-    digests = [sha256_of_file(path) for path in paths]
-    return joined, digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    named = [_split_weight(name) for name in names]
+    weights = [weight for _, weight in named if weight is not None]
+    if weights and len(weights) != len(named):
+        raise UsageError("some loads have a weight and others none", rule="weigh all of them, or none")
+    parts = [ExpertLoads.load(path) for path, _ in named]
+    joined = mix(parts, weights) if weights else concatenate(parts)
+    digests = [sha256_of_file(path) for path, _ in named]
+    if len(digests) == 1:
+        return joined, digests[0]
+    recipe = [
+        f"{digest} {'' if weight is None else weight}" for digest, (_, weight) in zip(digests, named, strict=True)
+    ]
+    return joined, hashlib.sha256("\n".join(recipe).encode()).hexdigest()
 
 
 def _check(path: Path, console: Console) -> None:
@@ -279,7 +366,7 @@ def _advise(
         config=None if model is None else ModelConfig.load(locate_config(model)).document,
         tensor_parallel_size=tensor_parallel_size,
     )
-    newest = max(Path(file).stat().st_mtime for file in files)
+    newest = max(_split_weight(file)[0].stat().st_mtime for file in files)
     return advise(replace(situation, profile_age_days=(time.time() - newest) / 86_400))
 
 
@@ -310,6 +397,14 @@ def _table(loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int) -
         f"{placement.slots_per_rank} slots each; {loads.num_windows} windows."
     )
     lines = []
+    if result.confidence.interval is not None:
+        low, high = result.confidence.interval
+        lines.append(f"held out, 90 % interval (blocks of windows resampled): {low:.4f} to {high:.4f}.")
+    if result.confidence.step_ceiling is not None:
+        lines.append(
+            f"In steps of {result.confidence.step_tokens} tokens chance alone caps any plan at "
+            f"{result.confidence.step_ceiling:.3f}."
+        )
     if result.moves is not None:
         slots = placement.num_slots * placement.num_layers
         lines.append(
@@ -318,9 +413,55 @@ def _table(loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int) -
     # The bounds stand in the table; what they cost and what speaks against them does not.
     lines.extend(point.text for point in advice.points if point.kind != "bound")
     page: list[RenderableType] = [Text(head), table, Text(f"{DEFINITION}\n", style="dim")]
+    page.extend(_further_tables(result))
     page.extend(Text(line) for line in lines)
     page.append(Text(advice.verdict, style="bold"))
     if advice.worth_it is not False:
         layout = "stock" if result.strategy == "stock" else "physical"
         page.append(Text(f"Next: eplb convert MODEL PLAN --layout {layout} -o OUT"))
     return page
+
+
+def _further_tables(result: PlanResult) -> list[RenderableType]:
+    """The R that were tried, the ways to treat nodes, the price of moves: whichever the request asked for."""
+    slots = result.placement.num_slots * result.placement.num_layers
+
+    def figure(value: float | None, form: str = ".4f") -> str:
+        return "" if value is None else format(value, form)
+
+    tables: list[RenderableType] = []
+    if result.sweep:
+        table = _small_table("R", "this plan", "held out", "GiB per rank")
+        for point in result.sweep:
+            table.add_row(
+                f"{point.num_redundant_experts}",
+                figure(point.after),
+                figure(point.held_out),
+                figure(point.extra_gib_per_rank, ".2f"),
+            )
+        tables.append(table)
+    if result.nodes:
+        table = _small_table("expert groups on nodes", "balancedness", "bound", "off-home load")
+        for option in result.nodes:
+            table.add_row(
+                option.policy, figure(option.balancedness), figure(option.bound), figure(option.off_home_share, ".1%")
+            )
+        tables.append(table)
+    if result.curve is not None:
+        table = _small_table("moved slots", "share", "balancedness")
+        moves, values = result.curve.moves, result.curve.balancedness
+        every = max(1, -(-(len(moves) - 1) // 8))
+        for index in sorted({*range(0, len(moves), every), len(moves) - 1}):
+            table.add_row(f"{moves[index]}", f"{moves[index] / slots:.1%}", figure(values[index]))
+        tables.append(table)
+    return tables
+
+
+def _small_table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

@@ -36,7 +36,7 @@ def gram_descent(
     Args:
         moments: C [L, E, E] of `gram`, times G^2, so that rank loads are in units of their mean.
         placed: the start [L, P], without twins.
-        price: [L, G, E], added to the objective for every expert that a rank holds; None for nothing.
+        price: [L, G, E], added to Q / 2 for every expert that a rank holds; None for nothing.
     """
     layers, slots = placed.shape
     experts, room = moments.shape[1], slots // ep_size
@@ -70,8 +70,8 @@ def gram_descent(
             leave = flat_products[in_h + here] - flat_products[in_g + here] + diagonal[in_layer + here]
             enter = flat_products[in_h + there] - flat_products[in_g + there] - diagonal[in_layer + there]
             if flat_price is not None:
-                leave += np.float32(0.5) * (flat_price[in_h + here] - flat_price[in_g + here])
-                enter += np.float32(0.5) * (flat_price[in_h + there] - flat_price[in_g + there])
+                leave += flat_price[in_h + here] - flat_price[in_g + here]
+                enter += flat_price[in_h + there] - flat_price[in_g + there]
             change = flat_shares[((in_layer + here) * experts)[:, :, None] + there[:, None, :]]
             change *= np.float32(-2.0)
             change += leave[:, :, None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,25 @@ from eplb_cli.metrics import (
     rank_loads,
 )
 from eplb_cli.placement import Placement, Provenance
-from eplb_cli.planner.moves import moved_slots
-from eplb_cli.planner.reference import deepseek_map
-from eplb_cli.planner.request import PlanRequest, Strategy, Topology, topology_of
+from eplb_cli.planner.confidence import (
+    LOSS_ALLOWED,
+    WINDOWS_NEEDED,
+    Confidence,
+    bootstrap_interval,
+    step_noise_ceiling,
+    tokens_needed,
+)
+from eplb_cli.planner.moves import TradeOff, moved_slots
+from eplb_cli.planner.nodes import off_home_share, strict_peaks
+from eplb_cli.planner.placing import cross_validate, place, place_after
+from eplb_cli.planner.redundancy import CROSSOVER_TOKENS, KNEE, SweepPoint, candidates, compulsory, knee
+from eplb_cli.planner.request import NODE_POLICIES, PlanRequest, Strategy, Topology, topology_of
 from eplb_cli.planner.scoring import DIGITS
-from eplb_cli.planner.search import search
-from eplb_cli.planner.stock import stock_map
-from eplb_cli.planner.windows import Evidence
 
-__all__ = ["Figures", "PlanResult", "WorstLayer", "make_plan", "place"]
+__all__ = ["Figures", "NodeOption", "PlanResult", "WorstLayer", "make_plan"]
 
 IntArray = npt.NDArray[np.int64]
 
-STOCK_SWEEPS = {"fast": 3, "normal": 12, "thorough": 48}
 FEW_ASSIGNMENTS = 100
 """Assignments per expert and layer below which a plan follows noise: their relative error is 1 / sqrt(100)."""
 OBJECTIVES = {
@@ -62,6 +68,23 @@ class WorstLayer:
 
 
 @dataclass(frozen=True)
+class NodeOption:
+    """One way to treat expert groups on nodes.
+
+    Args:
+        policy: "flat", "relaxed" or "strict".
+        balancedness: of the plan on the planned windows.
+        bound: upper bound of that policy; None where there are too many ways to split the groups.
+        off_home_share: share of the load served outside the node that serves most of its group.
+    """
+
+    policy: str
+    balancedness: float
+    bound: float | None
+    off_home_share: float
+
+
+@dataclass(frozen=True)
 class PlanResult:
     """A placement and what to know of it.
 
@@ -72,7 +95,11 @@ class PlanResult:
         worst_layer: see `WorstLayer`.
         moves: slots whose expert was not on that rank in the previous plan; None without one.
         extra_gib_per_rank: weights that R adds to each rank; None when the model's sizes are not known.
+        confidence: what the held-out figure rests on.
         warnings, notes: for the user's eyes; warnings also stand in the JSON output.
+        sweep: the table that "auto" chose R from; empty otherwise.
+        nodes: flat, relaxed and strict side by side, with groups on several nodes; empty otherwise.
+        curve: balance by moves, with a previous plan; None otherwise.
     """
 
     placement: Placement
@@ -82,13 +109,17 @@ class PlanResult:
     worst_layer: WorstLayer
     moves: int | None
     extra_gib_per_rank: float | None
+    confidence: Confidence
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    sweep: tuple[SweepPoint, ...] = ()
+    nodes: tuple[NodeOption, ...] = ()
+    curve: TradeOff | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `eplb plan --format json` prints, without the seconds it took."""
         figures, placement = self.balancedness, self.placement
-        return {
+        document: dict[str, Any] = {
             "strategy": self.strategy,
             "ep_size": placement.ep_size,
             "num_nodes": placement.num_nodes,
@@ -114,8 +145,27 @@ class PlanResult:
             },
             "moves": self.moves,
             "extra_gib_per_rank": self.extra_gib_per_rank,
+            "confidence": self.confidence.as_dict(),
             "warnings": list(self.warnings),
         }
+        if self.sweep:
+            document["redundancy_sweep"] = [point.as_dict() for point in self.sweep]
+        if self.nodes:
+            document["node_policies"] = [
+                {
+                    "policy": option.policy,
+                    "balancedness": option.balancedness,
+                    "bound": option.bound,
+                    "off_home_share": option.off_home_share,
+                }
+                for option in self.nodes
+            ]
+        if self.curve is not None:
+            document["trade_off"] = [
+                {"moves": moves, "balancedness": round(value, DIGITS)}
+                for moves, value in zip(self.curve.moves, self.curve.balancedness, strict=True)
+            ]
+        return document
 
 
 def _reciprocal(value: float) -> float:
@@ -139,14 +189,19 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
         raise LoadsError(
             f"{loads.num_windows} windows of {loads.num_layers} layers", rule="a plan needs at least one of each"
         )
-    topology = topology_of(loads, request)
     strategy, reason = _choose_strategy(loads, request)
+    request = replace(request, strategy=strategy)
     warnings, notes = _remarks_on_loads(loads)
+    sweep: tuple[SweepPoint, ...] = ()
+    if request.num_redundant_experts == "auto":
+        sweep, chosen, remark = _sweep_redundancy(loads, request)
+        request = replace(request, num_redundant_experts=chosen)
+        notes.append(remark)
+    topology = topology_of(loads, request)
+    extra_gib = _extra_gib(topology, request)
+    notes.extend(_remarks_on_topology(loads, topology))
     if topology.ep_size == 1:
         notes.append("One rank: there is nothing to balance, the plan is the identity.")
-    extra_gib = _extra_gib(topology, request)
-
-    rows = place(loads.counts, topology, strategy, request)
     if strategy == "deepseek":
         notes.append(
             "deepseek: hierarchical, whole expert groups on nodes"
@@ -154,15 +209,25 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
             else "deepseek: global, without regard to nodes"
         )
 
+    previous = None if request.previous is None else _previous_rows(loads, topology, request.previous)
+    curve = None
+    if previous is not None and strategy in ("windows", "mean"):
+        rows, curve = place_after(previous, loads.counts, topology, request)
+    else:
+        rows = place(loads.counts, topology, request)
+    unseen = cross_validate(loads.counts, topology, request, None if curve is None else previous)
+
     initial = np.tile(initial_map(topology.num_experts, topology.num_redundant_experts), (loads.num_layers, 1))
     before, after = (rank_loads(candidate, loads.counts, topology.ep_size) for candidate in (initial, rows))
     per_layer_before, per_layer_after = balancedness_per_layer(before), balancedness_per_layer(after)
     worst = int(per_layer_after.argmin())
+    options = _node_options(loads, topology, request, rows)
+    warnings.extend(_remarks_on_nodes(options))
     figures = Figures(
         round(balancedness(before), DIGITS),
         round(balancedness(after), DIGITS),
-        _held_out(loads.counts, topology, strategy, request),
-        round(balancedness_bound(loads.counts, topology.num_slots, topology.ep_size), DIGITS),
+        None if unseen is None else round(balancedness(unseen), DIGITS),
+        _bound(loads, topology, request),
     )
     layer_ids, rows, warning = _add_model_layers(loads.layer_ids, rows, initial[0], request.model)
     warnings.extend(warning)
@@ -203,31 +268,15 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
             round(float(per_layer_before[worst]), DIGITS),
             round(float(per_layer_after[worst]), DIGITS),
         ),
-        _moves(placement, request.previous),
+        None if previous is None else int(moved_slots(previous, rows[: loads.num_layers], topology.ep_size).sum()),
         extra_gib,
+        _confidence(loads, topology, request, unseen),
         tuple(warnings),
         tuple(notes),
+        sweep,
+        options,
+        curve,
     )
-
-
-def place(counts: IntArray, topology: Topology, strategy: Strategy, request: PlanRequest) -> IntArray:
-    """The placement [L, P] that a strategy chooses for loads [W, L, E]; layers without load get the initial layout."""
-    total = counts.sum(0)
-    slots, ranks, groups = topology.num_slots, topology.ep_size, topology.num_groups or 1
-    if strategy == "deepseek":
-        groups, nodes = (groups, topology.num_nodes) if topology.groups_split_over_nodes else (1, 1)
-        return deepseek_map(total, slots, ranks, groups, nodes).astype(np.int64)
-    rows = np.tile(initial_map(topology.num_experts, topology.num_redundant_experts).astype(np.int64), (len(total), 1))
-    loaded = total.any(1)
-    if not loaded.any() or ranks == 1:
-        return rows
-    seen = counts[:, loaded]
-    evidence = Evidence.of(total[None, loaded] if strategy == "mean" else seen[seen.any((1, 2))], ranks)
-    if strategy == "stock" and (topology.num_redundant_experts or groups > 1):
-        rows[loaded] = stock_map(total[loaded], evidence.moments, slots, ranks, STOCK_SWEEPS[request.effort], groups)
-    else:
-        rows[loaded] = search(evidence, slots, ranks, request.effort, request.seed)
-    return rows
 
 
 def _choose_strategy(loads: ExpertLoads, request: PlanRequest) -> tuple[Strategy, str]:
@@ -237,21 +286,6 @@ def _choose_strategy(loads: ExpertLoads, request: PlanRequest) -> tuple[Strategy
     if windows >= 2:
         return "windows", f"the loads hold {windows} windows"
     return "mean", "the loads hold one window, so experts that peak together cannot be told from those that take turns"
-
-
-def _held_out(counts: IntArray, topology: Topology, strategy: Strategy, request: PlanRequest) -> float | None:
-    """Balancedness over all windows, each scored with a plan made from the other folds; folds are contiguous blocks."""
-    windows = counts.shape[0]
-    folds = min(request.folds, windows)
-    if folds < 2:
-        return None
-    edges = np.arange(folds + 1) * windows // folds
-    scored = []
-    for first, last in itertools.pairwise(edges):
-        others = np.concatenate([counts[:first], counts[last:]])
-        rows = place(others, topology, strategy, request)
-        scored.append(rank_loads(rows, counts[first:last], topology.ep_size))
-    return round(balancedness(np.concatenate(scored)), DIGITS)
 
 
 def _extra_gib(topology: Topology, request: PlanRequest) -> float | None:
@@ -325,21 +359,165 @@ def _add_model_layers(
     return all_ids[order], all_rows[order], [warning]
 
 
-def _moves(placement: Placement, previous: Placement | None) -> int | None:
-    if previous is None:
-        return None
+def _previous_rows(loads: ExpertLoads, topology: Topology, previous: Placement) -> IntArray:
+    """The previous plan's rows of the loads' layers, [L, P]."""
     mismatch = [
         f"{name} {theirs} in the previous plan, {ours} now"
         for name, theirs, ours in (
-            ("experts", previous.num_experts, placement.num_experts),
-            ("ranks", previous.ep_size, placement.ep_size),
-            ("slots", previous.num_slots, placement.num_slots),
+            ("experts", previous.num_experts, topology.num_experts),
+            ("ranks", previous.ep_size, topology.ep_size),
+            ("slots", previous.num_slots, topology.num_slots),
         )
         if theirs != ours
     ]
-    if mismatch or not np.array_equal(previous.layer_ids, placement.layer_ids):
+    absent = sorted(set(loads.layer_ids.tolist()) - set(previous.layer_ids.tolist()))
+    if absent:
+        mismatch.append(f"it lacks layers {', '.join(map(str, absent))}")
+    if mismatch:
         raise PlacementError(
-            f"the previous plan does not fit: {mismatch[0] if mismatch else 'it has other layers'}",
+            f"the previous plan does not fit: {mismatch[0]}",
             rule="moves are counted between plans of one model and topology",
         )
-    return int(moved_slots(previous.physical_to_logical, placement.physical_to_logical, placement.ep_size).sum())
+    return previous.physical_to_logical[np.searchsorted(previous.layer_ids, loads.layer_ids)].astype(np.int64)
+
+
+def _bound(loads: ExpertLoads, topology: Topology, request: PlanRequest) -> float:
+    """Upper bound of the request's own kind of plan; rounded up, so that it stays one."""
+    bound = balancedness_bound(loads.counts, topology.num_slots, topology.ep_size)
+    hierarchical = request.strategy == "deepseek" and topology.groups_split_over_nodes
+    if request.node_policy == "strict" or hierarchical:
+        strict = _strict_bound(loads, topology)
+        bound = bound if strict is None else min(bound, strict)
+    return min(1.0, math.ceil(bound * 1e6 - 1e-3) / 1e6)
+
+
+def _strict_bound(loads: ExpertLoads, topology: Topology) -> float | None:
+    peak = strict_peaks(
+        loads.counts, topology.num_slots, topology.ep_size, topology.num_groups or 1, topology.num_nodes
+    )
+    return None if peak is None or not peak else float(loads.counts.sum()) / topology.ep_size / peak
+
+
+def _node_options(
+    loads: ExpertLoads, topology: Topology, request: PlanRequest, rows: IntArray
+) -> tuple[NodeOption, ...]:
+    """The three policies side by side: the chosen one as planned, the others by a fast search."""
+    if (
+        not topology.groups_split_over_nodes
+        or topology.num_groups is None
+        or request.strategy not in ("windows", "mean")
+    ):
+        return ()
+    flat, strict = (
+        balancedness_bound(loads.counts, topology.num_slots, topology.ep_size),
+        _strict_bound(loads, topology),
+    )
+    options = []
+    for policy in NODE_POLICIES:
+        placed = rows
+        if policy != request.node_policy:
+            placed = place(loads.counts, topology, replace(request, node_policy=policy, effort="fast"))
+        bound = strict if policy == "strict" else flat
+        options.append(
+            NodeOption(
+                policy,
+                round(balancedness(rank_loads(placed, loads.counts, topology.ep_size)), DIGITS),
+                None if bound is None else round(bound, DIGITS),
+                round(
+                    off_home_share(
+                        placed, loads.counts.sum(0), topology.ep_size, topology.num_groups, topology.num_nodes
+                    ),
+                    DIGITS,
+                ),
+            )
+        )
+    return tuple(options)
+
+
+def _remarks_on_nodes(options: tuple[NodeOption, ...]) -> list[str]:
+    by_policy = {option.policy: option for option in options}
+    strict, flat = by_policy.get("strict"), by_policy.get("flat")
+    if strict is None or flat is None or strict.bound is None or strict.bound > flat.balancedness:
+        return []
+    return [
+        f"whole groups on nodes cap balancedness at {strict.bound:.3f} on these loads (flat reaches "
+        f"{flat.balancedness:.3f}); vLLM's own balancer does that unasked whenever groups divide by nodes"
+    ]
+
+
+def _remarks_on_topology(loads: ExpertLoads, topology: Topology) -> list[str]:
+    """The stock map with R > 0 doubles the first experts, whatever their load: worse than none unless relabelled."""
+    if not topology.num_redundant_experts or topology.num_experts % topology.ep_size:
+        return []
+    doubled, plain = (
+        balancedness(
+            rank_loads(
+                np.tile(initial_map(topology.num_experts, redundant), (loads.num_layers, 1)),
+                loads.counts,
+                topology.ep_size,
+            )
+        )
+        for redundant in (topology.num_redundant_experts, 0)
+    )
+    if doubled >= plain:
+        return []
+    return [
+        f"Do not start vLLM with R = {topology.num_redundant_experts} without a plan: its spare slots repeat the first "
+        f"experts, whatever their load; balancedness {doubled:.3f}, below the {plain:.3f} of R = 0."
+    ]
+
+
+def _confidence(
+    loads: ExpertLoads, topology: Topology, request: PlanRequest, unseen: npt.NDArray[np.float64] | None
+) -> Confidence:
+    interval = None
+    if unseen is not None:
+        interval = bootstrap_interval(unseen.mean(-1).sum(1), unseen.max(-1, initial=0.0).sum(1), request.seed)
+    top_k, steps = loads.top_k or 1, request.step_tokens
+    tokens = int(loads.tokens.sum())
+    return Confidence(
+        None if interval is None else (round(interval[0], DIGITS), round(interval[1], DIGITS)),
+        int(loads.counts.any((1, 2)).sum()),
+        WINDOWS_NEEDED,
+        tokens or None,
+        tokens_needed(LOSS_ALLOWED, top_k, topology.ep_size),
+        steps,
+        None if steps is None else round(step_noise_ceiling(steps, top_k, topology.ep_size), DIGITS),
+    )
+
+
+def _sweep_redundancy(loads: ExpertLoads, request: PlanRequest) -> tuple[tuple[SweepPoint, ...], int, str]:
+    """The sweep's table, the R it leads to, and why."""
+    options = candidates(loads.num_experts, request.ep_size)
+    points: list[SweepPoint] = []
+    for redundant in options:
+        # Every R is judged by a fast search, the chosen one is planned with the effort asked for.
+        tried = replace(request, num_redundant_experts=redundant, effort="fast", previous=None, max_moves=None)
+        topology = topology_of(loads, tried)
+        extra = _extra_gib(topology, replace(tried, max_extra_gib=None))
+        if points and request.max_extra_gib is not None and extra is not None and extra > request.max_extra_gib:
+            break
+        rows = place(loads.counts, topology, tried)
+        unseen = cross_validate(loads.counts, topology, tried)
+        points.append(
+            SweepPoint(
+                redundant,
+                round(balancedness(rank_loads(rows, loads.counts, topology.ep_size)), DIGITS),
+                None if unseen is None else round(balancedness(unseen), DIGITS),
+                extra,
+            )
+        )
+    least = compulsory(loads.counts.sum(0), [point.num_redundant_experts for point in points], request.ep_size)
+    chosen = points[knee(points, least)].num_redundant_experts
+    why = f"R = {chosen}: from there on no further slot a rank adds {KNEE:g} of balancedness"
+    if chosen == least and least > options[0]:
+        why = f"R = {chosen}: with less, one expert alone outweighs a mean rank"
+    if loads.phase == "decode" and request.step_tokens is not None:
+        seen = request.step_tokens * (loads.top_k or 1) / (loads.num_experts + chosen)
+        if seen < CROSSOVER_TOKENS and chosen > options[0]:
+            chosen = options[0]
+            why = (
+                f"R = {chosen}: at {request.step_tokens} tokens a decode step an expert's copy sees {seen:.0f}, fewer "
+                f"than the {CROSSOVER_TOKENS} below which a copy only adds weights to read"
+            )
+    return tuple(points), chosen, why

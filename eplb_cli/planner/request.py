@@ -11,11 +11,23 @@ from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.metrics import smallest_redundancy
 from eplb_cli.placement import Placement
 
-__all__ = ["EFFORTS", "STRATEGIES", "Effort", "PlanRequest", "Strategy", "Topology", "topology_of"]
+__all__ = [
+    "EFFORTS",
+    "NODE_POLICIES",
+    "STRATEGIES",
+    "Effort",
+    "NodePolicy",
+    "PlanRequest",
+    "Strategy",
+    "Topology",
+    "topology_of",
+]
 
 Strategy = Literal["auto", "windows", "mean", "deepseek", "stock"]
 Effort = Literal["fast", "normal", "thorough"]
+NodePolicy = Literal["flat", "relaxed", "strict"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "windows", "mean", "deepseek", "stock")
+NODE_POLICIES: tuple[NodePolicy, ...] = ("flat", "relaxed", "strict")
 EFFORTS: tuple[Effort, ...] = ("fast", "normal", "thorough")
 
 
@@ -25,21 +37,25 @@ class PlanRequest:
 
     Args:
         ep_size: EP ranks G.
-        num_redundant_experts: R; None takes the smallest for which E + R divides over G.
+        num_redundant_experts: R; None takes the smallest for which E + R divides over G, "auto" sweeps (`redundancy`).
         num_nodes: nodes the ranks are spread over, in equal consecutive blocks.
         num_groups: routing groups of the model (`n_group` in config.json); None when the router has none.
         strategy: see `eplb_cli.planner`; "auto" takes "windows" when there are two windows or more, else "mean".
         effort: how much search; each level is no worse than the one before on the strategy's own objective.
         seed: seeds whatever is random; recorded in the plan.
         folds: K of the contiguous K-fold cross-validation behind `held_out`; below 2 there is none.
-        previous: a plan in force; moves are counted from it.
+        previous: a plan in force; moves are counted from it, and kept few.
+        max_moves: most slots whose expert may change rank against `previous`; None for as many as improve.
+        node_policy: with groups and several nodes: "flat" places without regard to nodes, "strict" keeps whole groups
+            on nodes, "relaxed" takes NODE_PRICE for every slot off its home node.
+        step_tokens: tokens of an engine step over all ranks, for what chance leaves of balance in a step.
         expert_bytes: weight bytes of one expert by layer id, for the memory that R costs.
         max_extra_gib: refuse an R whose extra weights exceed this many GiB per rank.
         model: the model's sizes, when known; MoE layers that the loads lack get the initial layout.
     """
 
     ep_size: int
-    num_redundant_experts: int | None = None
+    num_redundant_experts: int | Literal["auto"] | None = None
     num_nodes: int = 1
     num_groups: int | None = None
     strategy: Strategy = "auto"
@@ -47,6 +63,9 @@ class PlanRequest:
     seed: int = 0
     folds: int = 5
     previous: Placement | None = None
+    max_moves: int | None = None
+    node_policy: NodePolicy = "flat"
+    step_tokens: int | None = None
     expert_bytes: Mapping[int, int] | None = None
     max_extra_gib: float | None = None
     model: ModelShape | None = None
@@ -79,7 +98,7 @@ class Topology:
 
 
 def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
-    """Check a request against the loads and return the sizes it means.
+    """Check a request, whose R is a number or None, against the loads and return the sizes it means.
 
     Raises:
         UsageError: the sizes do not divide, R is of no use, or the parts of the request contradict each other.
@@ -93,7 +112,7 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
     if ranks < 1:
         raise UsageError(f"{ranks} ranks", rule="--ep-size must be at least 1")
     redundant = request.num_redundant_experts
-    if redundant is None:
+    if not isinstance(redundant, int):
         redundant = smallest_redundancy(experts, ranks)
     _check_redundancy(experts, ranks, redundant)
     if nodes < 1 or ranks % nodes:
@@ -109,7 +128,24 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
                 rule="whole groups stay on nodes only when the nodes divide them",
                 hint="Leave out --num-groups to place experts without regard to groups.",
             )
-    return Topology(experts, experts + redundant, ranks, nodes, groups)
+    topology = Topology(experts, experts + redundant, ranks, nodes, groups)
+    if request.node_policy != "flat" and not topology.groups_split_over_nodes:
+        raise UsageError(
+            f"--node-policy {request.node_policy} without expert groups on several nodes",
+            hint="Pass --num-groups and --num-nodes as well.",
+        )
+    if request.node_policy != "flat" and request.strategy in ("deepseek", "stock"):
+        raise UsageError(
+            f"--node-policy {request.node_policy} with --strategy {request.strategy}",
+            rule="the reference keeps whole groups on nodes by itself, and the stock map cannot",
+        )
+    if request.max_moves is not None and request.previous is None:
+        raise UsageError("--max-moves without --previous", rule="moves are counted from a plan in force")
+    if request.previous is not None and request.strategy in ("deepseek", "stock") and request.max_moves is not None:
+        raise UsageError(
+            f"--max-moves with --strategy {request.strategy}", rule="only windows and mean can trade balance for moves"
+        )
+    return topology
 
 
 def _check_redundancy(experts: int, ranks: int, redundant: int) -> None:

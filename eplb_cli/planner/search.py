@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,37 +11,26 @@ from eplb_cli.planner.counts import window_aware_counts
 from eplb_cli.planner.descent import gram_descent
 from eplb_cli.planner.packing import pack
 from eplb_cli.planner.polish import Polisher
-from eplb_cli.planner.request import Effort
 from eplb_cli.planner.tournament import over_layers
 from eplb_cli.planner.windows import Evidence
 
-__all__ = ["peaks", "refine", "search"]
+__all__ = ["Level", "peaks", "refine", "search"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class _Budget:
-    """How far an effort goes: sweeps of the two descents; pairs of ranks that each layer's annealing looks at, in at most
-    so many sweeps.
-    """
+Level = Literal["fast", "settled", "normal", "thorough"]
+"""The efforts, and between them what is left of "normal" without annealing, for plans that are only compared."""
 
-    gram_sweeps: int
-    polish_sweeps: int
-    annealed_pairs: int
-    annealing_sweeps: int
+GRAM_SWEEPS = {"fast": 4, "settled": 30}
+POLISH_SWEEPS = 30
+ANNEALING = {"normal": (5_000, 30), "thorough": (100_000, 600)}
+"""Pairs of ranks that a layer's annealing looks at, and its most sweeps. Chosen so that the efforts stay within their
+aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
 
 
-BUDGETS: dict[Effort, _Budget] = {
-    "fast": _Budget(4, 0, 0, 0),
-    "normal": _Budget(30, 30, 5_000, 30),
-    "thorough": _Budget(30, 100, 100_000, 600),
-}
-"""Chosen so that each stays within its aim (0.5, 3 and 60 seconds of one processor) on the largest shapes measured."""
-
-
-def search(evidence: Evidence, num_slots: int, ep_size: int, effort: Effort, seed: int, nodes: int = 1) -> IntArray:
+def search(evidence: Evidence, num_slots: int, ep_size: int, effort: Level, seed: int, nodes: int = 1) -> IntArray:
     """A placement [X, P] for each row of the evidence, without twins.
 
     Args:
@@ -52,10 +41,10 @@ def search(evidence: Evidence, num_slots: int, ep_size: int, effort: Effort, see
         seed: of the annealing.
         nodes: consecutive rows that make one layer.
     """
-    if ep_size == 1 or not len(evidence.totals):
-        return np.tile(np.arange(num_slots), (len(evidence.totals), 1))
     copies = window_aware_counts(evidence.windows, num_slots, ep_size)
     start = pack(evidence.totals, copies, ep_size)
+    if ep_size == 1 or num_slots == ep_size:
+        return start  # with one rank, or one slot a rank, every arrangement of the copies is as good
     return refine(evidence, start, ep_size, effort, seed, nodes)
 
 
@@ -63,49 +52,48 @@ def refine(
     evidence: Evidence,
     start: IntArray,
     ep_size: int,
-    effort: Effort,
+    effort: Level,
     seed: int,
     nodes: int = 1,
     price: npt.NDArray[np.float32] | None = None,
 ) -> IntArray:
     """The start [X, P] improved by swaps; with a price [X, G, E], by swaps that are worth what they cost."""
-    levels: tuple[Effort, ...] = ("fast", "normal", "thorough")
+    levels = get_args(Level)
     placed = start
     for level in levels[: levels.index(effort) + 1]:
-        budget = BUDGETS[level]
 
-        def improve(rows: slice, budget: _Budget = budget, placed: IntArray = placed) -> IntArray:
+        def improve(rows: slice, level: Level = level, placed: IntArray = placed) -> IntArray:
             paid = None if price is None else price[rows]
-            if not budget.polish_sweeps:
-                return gram_descent(evidence.moments[rows], placed[rows], ep_size, budget.gram_sweeps, paid)
-            settled = gram_descent(evidence.moments[rows], placed[rows], ep_size, budget.gram_sweeps, paid)
+            found = placed[rows]
+            if level in GRAM_SWEEPS:
+                found = gram_descent(evidence.moments[rows], found, ep_size, GRAM_SWEEPS[level], paid)
+            if level == "fast":
+                return found
             polisher = Polisher(
                 evidence.windows[:, rows],
                 evidence.window_means[:, rows],
-                settled,
+                found,
                 ep_size,
                 first_row=rows.start,
                 price=paid,
             )
-            polisher.descend(budget.polish_sweeps)
-            polisher.anneal(_sweeps(budget, ep_size, placed.shape[1]), seed)
-            polisher.descend(budget.polish_sweeps)
+            if level in ANNEALING:
+                polisher.anneal(_annealing_sweeps(*ANNEALING[level], ep_size, found.shape[1]), seed)
+            polisher.descend(POLISH_SWEEPS)
             return polisher.placed
 
         improved = over_layers(improve, len(placed))
-        if level == "fast":
-            placed = improved
-        elif price is None:
-            placed = _better(evidence, placed, improved, ep_size, nodes)
-        else:
-            placed = improved
+        # Prices are not part of the peaks, so with prices every level's result stands.
+        placed = (
+            improved if level == "fast" or price is not None else _better(evidence, placed, improved, ep_size, nodes)
+        )
     return placed
 
 
-def _sweeps(budget: _Budget, ranks: int, slots: int) -> int:
+def _annealing_sweeps(pairs: int, most_sweeps: int, ranks: int, slots: int) -> int:
     """Sweeps over all pairs of ranks that look at about so many; a pair with S x S swaps counts by what it costs."""
     cost = 1.0 + (slots // ranks) ** 2 / 40.0
-    return min(budget.annealing_sweeps, round(budget.annealed_pairs / (cost * ranks * (ranks - 1) / 2)))
+    return min(most_sweeps, round(pairs / (cost * ranks * (ranks - 1) / 2)))
 
 
 def peaks(evidence: Evidence, placed: IntArray, ep_size: int, nodes: int = 1) -> FloatArray:

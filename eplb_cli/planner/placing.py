@@ -1,0 +1,121 @@
+"""Which placement a strategy chooses, and what it is worth on windows it has not seen."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_cli.metrics import initial_map, rank_loads
+from eplb_cli.planner.moves import TradeOff, trade_off
+from eplb_cli.planner.nodes import experts_by_node, off_home_price
+from eplb_cli.planner.reference import deepseek_map
+from eplb_cli.planner.request import PlanRequest, Topology
+from eplb_cli.planner.search import Level, refine, search
+from eplb_cli.planner.stock import stock_map
+from eplb_cli.planner.windows import Evidence
+
+__all__ = ["cross_validate", "place", "place_after"]
+
+IntArray = npt.NDArray[np.int64]
+
+STOCK_SWEEPS = {"fast": 2, "settled": 8, "normal": 8, "thorough": 40}
+FOLD_LEVEL: dict[str, Level] = {"fast": "fast", "normal": "settled", "thorough": "normal"}
+NODE_PRICE = 1e-3
+"""What a slot off its home node costs the relaxed policy, in units of Phi (`polish`): a thousandth of a squared mean
+rank load, about what moving one expert gains when rank loads spread by 3 %."""
+
+
+def place(counts: IntArray, topology: Topology, request: PlanRequest, level: Level | None = None) -> IntArray:
+    """The placement [L, P] that the request's strategy (not "auto") chooses for loads [W, L, E].
+
+    Layers without load get the initial layout, in which spare copies go round robin. `level` overrides the effort.
+    """
+    level = level or request.effort
+    total = counts.sum(0)
+    slots, ranks, groups = topology.num_slots, topology.ep_size, topology.num_groups or 1
+    if request.strategy == "deepseek":
+        groups, nodes = (groups, topology.num_nodes) if topology.groups_split_over_nodes else (1, 1)
+        return deepseek_map(total, slots, ranks, groups, nodes).astype(np.int64)
+    rows, loaded = _unloaded(total, topology)
+    if not loaded.any() or ranks == 1:
+        return rows
+    evidence = _evidence(counts[:, loaded], topology, request)
+    if request.strategy == "stock" and (topology.num_redundant_experts or groups > 1):
+        rows[loaded] = stock_map(total[loaded], evidence.moments, slots, ranks, STOCK_SWEEPS[level], groups)
+    else:
+        rows[loaded] = _search(evidence, topology, request, level)
+    return rows
+
+
+def place_after(
+    previous: IntArray, counts: IntArray, topology: Topology, request: PlanRequest
+) -> tuple[IntArray, TradeOff | None]:
+    """As `place`, but few moves from a previous placement [L, P]; and the curve of balance by moves.
+
+    Layers without load stay as they are.
+    """
+    total = counts.sum(0)
+    loaded = total.any(1)
+    rows = previous.copy()
+    if not loaded.any() or topology.ep_size == 1:
+        return rows, None
+    evidence = _evidence(counts[:, loaded], topology, request)
+    fresh = _search(evidence, topology, request, request.effort)
+    found = trade_off(
+        evidence, previous[loaded], fresh, topology.ep_size, request.max_moves, request.effort, request.seed
+    )
+    rows[loaded] = found.placed
+    return rows, found
+
+
+def cross_validate(
+    counts: IntArray, topology: Topology, request: PlanRequest, previous: IntArray | None = None
+) -> npt.NDArray[np.float64] | None:
+    """Rank loads [W, L, G] of every window under a plan made from the other folds; None below two windows or folds.
+
+    Folds are contiguous blocks of windows: neighbours in time resemble each other, so windows drawn at random would all
+    but have been seen. A fold is planned with one level of search less than the plan, which can only understate it.
+    """
+    windows = counts.shape[0]
+    folds = min(request.folds, windows)
+    if folds < 2:
+        return None
+    edges = np.arange(folds + 1) * windows // folds
+    scored = []
+    for first, last in itertools.pairwise(edges):
+        others = np.concatenate([counts[:first], counts[last:]])
+        if previous is None:
+            rows = place(others, topology, request, FOLD_LEVEL[request.effort])
+        else:
+            rows, _ = place_after(previous, others, topology, replace(request, effort="fast"))
+        scored.append(rank_loads(rows, counts[first:last], topology.ep_size))
+    return np.concatenate(scored)
+
+
+def _unloaded(total: IntArray, topology: Topology) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    row = initial_map(topology.num_experts, topology.num_redundant_experts).astype(np.int64)
+    return np.tile(row, (len(total), 1)), np.asarray(total.any(1))
+
+
+def _evidence(counts: IntArray, topology: Topology, request: PlanRequest) -> Evidence:
+    summed = request.strategy == "mean"
+    return Evidence.of(counts.sum(0, keepdims=True) if summed else counts[counts.any((1, 2))], topology.ep_size)
+
+
+def _search(evidence: Evidence, topology: Topology, request: PlanRequest, level: Level) -> IntArray:
+    slots, ranks, nodes = topology.num_slots, topology.ep_size, topology.num_nodes
+    if request.node_policy == "flat" or not topology.groups_split_over_nodes or topology.num_groups is None:
+        return search(evidence, slots, ranks, level, request.seed)
+    home = experts_by_node(evidence.windows, topology.num_groups, nodes)
+    layers = len(home)
+    by_node = search(evidence.of_nodes(home), slots // nodes, ranks // nodes, level, request.seed, nodes=nodes).reshape(
+        layers, nodes, slots // nodes
+    )
+    strict = np.take_along_axis(home, by_node, 2).reshape(layers, slots)
+    if request.node_policy == "strict":
+        return strict
+    price = off_home_price(home, ranks, NODE_PRICE)
+    return refine(evidence, strict, ranks, level, request.seed, price=price)
