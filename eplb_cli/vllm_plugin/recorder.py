@@ -271,7 +271,7 @@ class Recorder:
 
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # another thread's stream may still add to the counts
-        counts = self._counts.cpu()
+        counts = self._counts.to("cpu", copy=True)
         self._counts.zero_()
         window = (self._steps_total + self._steps - 1) // self._steps_limit
         self._steps_total += self._steps
