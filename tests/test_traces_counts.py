@@ -276,3 +276,20 @@ def test_a_pickle_is_never_run(tmp_path: Path) -> None:
 def test_an_unknown_format_name_suggests_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean sglang-stat"):
         read_traces([Path("x")], ReadOptions(), trace_format="sglang-stats")
+
+
+def test_a_readme_in_a_folder_is_left_out_and_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.npy", COUNTS)
+    (tmp_path / "README.md").write_text("# Traces of May\n")
+    result = read_traces([tmp_path], ReadOptions(MODEL))
+    assert (result.loads.counts == COUNTS).all()
+    assert any("README.md was left out" in note for note in result.notes)
+    with pytest.raises(TraceError, match="is of no known recorder"):
+        read_traces([tmp_path / "README.md"], ReadOptions(MODEL))
+
+
+def test_a_damaged_trace_in_a_folder_is_not_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.npy", COUNTS)
+    (tmp_path / "b.json").write_text("[[1, 2], [3")
+    with pytest.raises(TraceError, match="is not JSON"):
+        read_traces([tmp_path], ReadOptions(MODEL))

@@ -16,8 +16,6 @@ import numpy.typing as npt
 __all__ = ["BadExpertIdError", "OrderedPool", "Tally", "count_token_ids"]
 
 PADDING = -1
-COMPILED_FROM_BYTES = 1 << 19
-"""Pieces from this size on are worth the compiled loop; smaller traces never pay for compiling it."""
 
 T = TypeVar("T")
 

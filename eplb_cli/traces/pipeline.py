@@ -13,7 +13,6 @@ from eplb_cli.errors import TraceError, UsageError
 from eplb_cli.loads import PHASES, ExpertLoads, ModelShape, Source
 from eplb_cli.traces import checks
 from eplb_cli.traces.counting import (
-    COMPILED_FROM_BYTES,
     BadExpertIdError,
     OrderedPool,
     Tally,
@@ -43,8 +42,8 @@ MAX_TOKEN_WINDOWS = 1024
 MAX_COUNTS_BYTES = 4 << 30
 """What an explicit --window-tokens may ask for."""
 PIECE_BYTES = 4 << 20
-COMPILED_TRACE_BYTES = 48 << 20
-"""Traces from this size on are counted by the compiled loop."""
+COMPILED_AFTER_IDS = 32 << 20
+"""Ids that numpy counts before the compiled loop takes over: about the time that compiling takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +72,9 @@ class _Collector:
     open_windows: dict[int, tuple[npt.NDArray[np.int64], int]] = field(default_factory=dict)
     """phase -> counts and tokens of the open window, as far as results have come in."""
     windows_done: dict[int, int] = field(default_factory=dict)
+    submitted_ids: int = 0
+    window_size: int = 0
+    """Tokens a window is cut at; settled by the first per-token recording."""
     skipped: int = 0
     """Of the recording at hand: steps, or tokens of a per-token trace, left out so far."""
     tokens_told: bool = False
@@ -147,10 +149,9 @@ class _Collector:
         if phase not in self.stores:
             assert self.layer_ids is not None and self.num_experts is not None  # noqa: S101
             layers, experts = len(self.layer_ids), self.num_experts
-            budget = TOKEN_BUDGET_BYTES if of_tokens else BUDGET_BYTES
-            limit: int | None = max(2, budget // max(1, 8 * layers * experts))
+            limit: int | None = max(2, BUDGET_BYTES // max(1, 8 * layers * experts))
             if of_tokens:
-                limit = None if self.options.window_tokens else min(limit or 2, MAX_TOKEN_WINDOWS)
+                limit = None if self.options.window_tokens else self.token_window_limit()
             self.stores[phase] = WindowStore(layers, experts, limit)
         return self.stores[phase]
 
@@ -168,6 +169,25 @@ class _Collector:
                 f"{used / 2**30:.0f} GiB of counts",
                 hint="Ask for larger windows, or leave --window-tokens out: the size then follows the trace.",
             )
+
+    def token_window_limit(self) -> int:
+        """Most windows of a per-token trace when the user names no size."""
+        assert self.layer_ids is not None and self.num_experts is not None  # noqa: S101
+        window_bytes = max(1, 8 * len(self.layer_ids) * self.num_experts)
+        return min(max(2, TOKEN_BUDGET_BYTES // window_bytes), MAX_TOKEN_WINDOWS)
+
+    def settle_window_size(self, recording: Recording) -> int:
+        """The user's size, or the least doubling of the default that the trace's length, when told, calls for.
+
+        Windows would merge to the same size later; starting with it saves work.
+        """
+        if not self.window_size:
+            self.window_size = self.options.window_tokens or DEFAULT_WINDOW_TOKENS
+            while not self.options.window_tokens and (
+                recording.expected_tokens > self.window_size * self.token_window_limit()
+            ):
+                self.window_size *= 2
+        return self.window_size
 
     def kept_phase(self, phase: int) -> int | None:
         """The phase a window is filed under; None when --phase leaves it out."""
@@ -206,7 +226,7 @@ class _Collector:
         if phase is None:
             self.drop("other_phase_tokens", len(block.ids))
             return
-        size = self.options.window_tokens or DEFAULT_WINDOW_TOKENS
+        size = self.settle_window_size(recording)
         most = max(1, PIECE_BYTES // max(1, block.ids[:1].nbytes))
         start = min(len(block.ids), max(0, self.options.skip_steps * size - self.skipped))
         self.skipped += start
@@ -214,7 +234,7 @@ class _Collector:
         while start < len(block.ids):
             fill = self.token_fill.get(phase, 0)
             stop = min(len(block.ids), start + size - fill, start + most)
-            self._submit(block, rows, fold, start, stop, phase, recording)
+            self._submit(block, rows, fold, start, stop, phase)
             self.token_fill[phase] = fill + stop - start
             if self.token_fill[phase] == size:
                 self.token_fill[phase] = 0
@@ -229,12 +249,12 @@ class _Collector:
         start: int,
         stop: int,
         phase: int,
-        recording: Recording,
     ) -> None:
         ids = block.ids[start:stop]
         assert self.num_experts is not None  # noqa: S101
         width = self.num_experts if fold is None else fold.shape[1]
-        compiled = recording.size >= COMPILED_TRACE_BYTES and ids.nbytes >= COMPILED_FROM_BYTES
+        compiled = self.submitted_ids >= COMPILED_AFTER_IDS
+        self.submitted_ids += ids.size
         ignore = self.options.ignore_expert_id
 
         def work() -> Tally:
@@ -465,13 +485,13 @@ def _profile(
     window_phase = np.repeat([phase for phase, _ in stores], [len(store.arrays()[1]) for _, store in stores])
     top_k = options.top_k or (top_ks.pop() if len(top_ks) == 1 else None)
     for phase, store in stores:
-        if store.merged > 1:
-            collector.warn(
-                f"{store.merged} recorded windows each were merged into one to bound memory"
-                + ("" if phase == ALL else f" ({PHASES[phase]})")
-                if not collector.windows_done.get(phase)
-                else f"windows hold {store.merged * DEFAULT_WINDOW_TOKENS} tokens, so that they stay few"
-            )
+        of_phase = "" if phase == ALL else f" ({PHASES[phase]})"
+        tokens_a_window = store.merged * collector.window_size
+        if not collector.windows_done.get(phase):
+            if store.merged > 1:
+                collector.warn(f"{store.merged} recorded windows each were merged into one to bound memory{of_phase}")
+        elif tokens_a_window > (options.window_tokens or DEFAULT_WINDOW_TOKENS):
+            collector.warn(f"windows hold {tokens_a_window} tokens, so that they stay few{of_phase}")
     model = options.model.architecture if options.model and options.model.architecture else None
     loads = ExpertLoads(
         counts=counts,

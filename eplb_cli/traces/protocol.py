@@ -242,6 +242,7 @@ class Recording:
         options: what the user said.
         folder: where they lie.
         companions: files of the recorder that describe the recording, in its folder or above.
+        expected_tokens: tokens of the files as their headers tell, 0 when they do not; set by the reader.
         replicas: files left out because they repeat another's bytes.
         top_k, architecture: what the recorder says, set by the reader.
         cumulative: the recorder's counters go on from window to window, set by the reader.
@@ -254,6 +255,7 @@ class Recording:
     options: ReadOptions
     folder: Path
     companions: list[TraceFile] = field(default_factory=list)
+    expected_tokens: int = 0
     replicas: int = 0
     top_k: int | None = None
     architecture: str | None = None

@@ -13,7 +13,7 @@ from eplb_cli.traces.dlblas import DlblasCountsReader, DlblasLoadReader
 from eplb_cli.traces.ds4_hits import Ds4HitsReader
 from eplb_cli.traces.eplb_profile import EplbProfileReader
 from eplb_cli.traces.eplb_recording import EplbRecordingReader
-from eplb_cli.traces.files import TraceFile, natural_key
+from eplb_cli.traces.files import Container, TraceFile, natural_key
 from eplb_cli.traces.imatrix import ImatrixReader
 from eplb_cli.traces.json_by_layer import HeatMapReader, PlumbMoeReader, SaliencyReader
 from eplb_cli.traces.layer_files import EsftReader, StepReader
@@ -85,8 +85,12 @@ def read_traces(
     chosen = None if trace_format == "auto" else _reader_named(trace_format)
     recordings: list[tuple[Reader, Recording]] = []
     companions: list[tuple[Reader, TraceFile]] = []
+    strays = []
     for file in _files(paths, advance):
         file.refuse_non_traces()
+        if file.path not in paths and file.container is Container.text and not chosen and _is_stray(file, options):
+            strays.append(f"{file.label} was left out: text of no known recorder")
+            continue
         reader, match = (chosen, _forced(chosen, file, options)) if chosen else _recognise(file, options)
         recording = _recording(recordings, reader, file, options)
         if match.skip is not None:
@@ -97,6 +101,7 @@ def read_traces(
             recording.files = [*recording.files, file]
     if not any(recording.files for _, recording in recordings):
         raise TraceError("holds no trace", file=", ".join(map(str, paths)), hint=_looked_for())
+    recordings[0][1].notes.extend(strays)
     for reader, recording in recordings:
         above = {recording.folder, *recording.folder.parents}
         recording.companions = [file for owner, file in companions if owner is reader and file.path.parent in above]
@@ -174,6 +179,11 @@ def _recognise(file: TraceFile, options: ReadOptions) -> tuple[Reader, Match]:
             hint="Choose one with --trace-format.",
         )
     return winners[0]
+
+
+def _is_stray(file: TraceFile, options: ReadOptions) -> bool:
+    """A text that no reader finds anything in: a log or a README in a folder of traces."""
+    return all(reader.recognise(file, options).confidence == 0 for reader in READERS)
 
 
 def _looked_for() -> str:

@@ -68,8 +68,18 @@ class TokenIdsReader:
 
     def read(self, recording: Recording) -> Iterator[TokenBlock]:
         """Blocks of a few megabytes; a sequence is cut where the prompt ends or a conversation's new turn begins."""
+        recording.expected_tokens = sum(_tokens_of(file) for file in recording.files)
         for file in recording.files:
             yield from _read_file(file, recording)
+
+
+def _tokens_of(file: TraceFile) -> int:
+    """Length of the first axis, as the header says; 0 for what is no trace, which is refused when it is read."""
+    if file.container is Container.npy:
+        return (*file.npy_header.shape, 0)[0]
+    headers = file.npz_headers()
+    key = next((key for key in KEYS if key in headers), None)
+    return 0 if key is None else (*headers[key].shape, 0)[0]
 
 
 def _read_file(file: TraceFile, recording: Recording) -> Iterator[TokenBlock]:
