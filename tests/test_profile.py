@@ -141,6 +141,20 @@ def test_a_profile_reads_back_as_a_trace(eplb: Eplb, trace: Path, tmp_path: Path
     assert (first.counts == again.counts).all() and (first.tokens == again.tokens).all()
 
 
+def test_four_identical_dumps_give_the_plan_of_one(eplb: Eplb, tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    counts = np.random.default_rng(0).poisson(300, (6, 2, 16))
+    for rank in range(4):
+        np.save(folder / f"rank{rank}.npy", counts)
+    for name, trace in (("four", folder), ("one", folder / "rank0.npy")):
+        run = eplb("profile", trace, "-o", tmp_path / f"{name}.safetensors", "--format", "json")
+        assert run.json["assignments"] == counts.sum()
+        loads = tmp_path / f"{name}.safetensors"
+        assert eplb("plan", loads, "--ep-size", 4, "--effort", "fast", "-o", tmp_path / f"{name}.json").code == 0
+    assert (tmp_path / "four.json").read_bytes() == (tmp_path / "one.json").read_bytes()
+
+
 def test_a_folder_stands_for_its_files_in_natural_order(eplb: Eplb, tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     folder.mkdir()
@@ -150,7 +164,7 @@ def test_a_folder_stands_for_its_files_in_natural_order(eplb: Eplb, tmp_path: Pa
     run = eplb(
         "profile", folder, "--num-experts", 16, "--window-tokens", 10, "-o", tmp_path / "loads", "--format", "json"
     )
-    assert [source["name"] for source in run.json["sources"]] == [f"traces/part{i}.npy" for i in range(11)]
+    assert [source["name"] for source in run.json["sources"]] == [f"part{i}.npy" for i in range(11)]
     counts = ExpertLoads.load(tmp_path / "loads").counts
     assert [c.tolist() for c in counts] == [reference(part, 16).tolist() for part in parts]
 

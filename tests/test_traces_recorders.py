@@ -276,6 +276,14 @@ class TestTensorrtLlm:
             (tmp_path / f"rank{rank}_numtokens.json").write_text(json.dumps(tokens))
         assert read(tmp_path).tokens.tolist() == [1201] * 3
 
+    def test_ranks_that_repeat_each_other_count_once(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path, ranks=1)
+        for rank in (1, 2, 3):
+            (tmp_path / f"rank{rank}.safetensors").write_bytes((tmp_path / "rank0.safetensors").read_bytes())
+        result = read_traces([tmp_path], ReadOptions(MODEL))
+        assert (result.loads.counts == counts[0]).all()
+        assert len([note for note in result.notes if "is a replica of" in note]) == 3
+
     def test_without_the_meta_file_nothing_is_guessed(self, tmp_path: Path) -> None:
         self.write(tmp_path)
         (tmp_path / "meta_info.json").unlink()
@@ -496,6 +504,13 @@ class TestMindie:
         with pytest.raises(TraceError, match=r"ranks \[0\] are missing"):
             read(tmp_path)
 
+    @pytest.mark.parametrize("how", [RankDumps.sum, RankDumps.replicated])
+    def test_columns_are_neither_added_nor_replicas(self, tmp_path: Path, how: RankDumps) -> None:
+        self.write(tmp_path)
+        (tmp_path / "decode" / "decode_0.csv").unlink()
+        with pytest.raises(UsageError, match="neither added nor replicas"):
+            read(tmp_path, options=ReadOptions(MODEL, rank_dumps=how))
+
     def test_a_cut_block_is_refused(self, tmp_path: Path) -> None:
         self.write(tmp_path, blocks=3)
         for rank in range(2):
@@ -622,6 +637,11 @@ class TestImatrix:
         self.write(tmp_path / "model.gguf", poisson(3, 8), names=())
         with pytest.raises(TraceError, match=r"nearest: llama-imatrix, but a GGUF without ffn_"):
             read(tmp_path / "model.gguf")
+
+    def test_the_old_format_says_what_to_do(self, tmp_path: Path) -> None:
+        (tmp_path / "imatrix.dat").write_bytes(b"\x01\0\0\0\x1b\0\0\0blk.1.ffn_gate_exps.weight\0\0")
+        with pytest.raises(TraceError, match=r"the old \.dat format has one count for all experts"):
+            read(tmp_path / "imatrix.dat")
 
 
 class TestDs4Hits:

@@ -254,3 +254,9 @@ def test_files_of_different_layers_do_not_merge(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", topk_ids=random_ids(9, 1, 2, 8), layer_ids=np.array([3]))
     with pytest.raises(TraceError, match=r"holds layers \[3\].*a.npz holds layers \[1, 3\]"):
         read_traces([tmp_path / "a.npz", tmp_path / "b.npz"], ReadOptions(ModelShape(None, 8)))
+
+
+def test_an_archive_of_one_array_needs_no_name(tmp_path: Path) -> None:
+    ids = random_ids(12, 2, 2, 8)
+    np.savez(tmp_path / "a.npz", ids)
+    assert (read_traces([tmp_path / "a.npz"], ReadOptions(MODEL)).loads.counts.sum(0) == reference(ids, 8)).all()

@@ -190,7 +190,7 @@ def _tables(loads: ExpertLoads, summary: dict[str, Any], output: Path) -> list[R
     rows = {
         "Written": str(output),
         "Sources": f"{len(loads.sources)} ({', '.join(readers)})",
-        "Windows": f"{loads.num_windows} ({loads.phase})",
+        "Windows": f"{loads.num_windows} ({loads.phase}){_span(loads)}",
         "MoE layers": f"{loads.num_layers} ({_ranges(summary['layer_ids'])})",
         "Experts": f"{loads.num_experts}, top-k {loads.top_k or 'unknown'}",
         "Tokens": f"{summary['tokens']:,}" if summary["tokens"] else "not told by the recorder",
@@ -206,6 +206,11 @@ def _tables(loads: ExpertLoads, summary: dict[str, Any], output: Path) -> list[R
     if not loads.num_windows:
         return [facts]
     return [facts, "", "Most skewed layers (strip: load of expert groups against the hottest)", _skew_map(loads)]
+
+
+def _span(loads: ExpertLoads) -> str:
+    """The recorder's numbers of the first and the last window."""
+    return f", numbered {loads.window_ids.min()} to {loads.window_ids.max()}" if loads.num_windows else ""
 
 
 HEAT = " .:-=+*#%@"

@@ -123,14 +123,14 @@ class TraceFile:
 
     Args:
         path: where it is.
-        label: how the profile names it; the same wherever the file lies.
         advance: told of every byte that was read, for a progress display.
     """
 
-    def __init__(self, path: Path, label: str | None = None, advance: Callable[[int], None] = _ignore) -> None:
+    def __init__(self, path: Path, advance: Callable[[int], None] = _ignore) -> None:
         self.path = path
         self.name = str(path)
-        self.label = label or path.name
+        self.label = path.name
+        """How the profile names it: the same wherever the file lies, so that the same traces give the same bytes."""
         self._advance = advance
         self._sha256: str | None = None
 

@@ -43,6 +43,8 @@ class ImatrixReader:
 
     def recognise(self, file: TraceFile, options: ReadOptions) -> Match:
         """GGUF with expert counts."""
+        if file.container is Container.unknown and b"blk." in file.head[:64]:
+            return near_miss("the old .dat format has one count for all experts; write imatrix.gguf instead", 40)
         if file.container is not Container.gguf:
             return no_match()
         if _counts(file):

@@ -118,9 +118,9 @@ def _files(paths: Sequence[Path], advance: Callable[[int], None]) -> Iterator[Tr
             if not inside:
                 raise TraceError("the folder holds no file", file=path)
             for file in inside:
-                yield TraceFile(file, f"{path.name}/{file.relative_to(path).as_posix()}", advance)
+                yield TraceFile(file, advance)
         elif path.exists():
-            yield TraceFile(path, advance=advance)
+            yield TraceFile(path, advance)
         else:
             raise TraceError("no such file", file=path)
 
@@ -195,6 +195,13 @@ def _keep_replicas_once(recordings: list[tuple[Reader, Recording]], options: Rea
 
     The remark goes to this run's notes, so that four identical dumps make the profile that one makes.
     """
+    for reader, recording in recordings:
+        if options.rank_dumps is not RankDumps.auto and not reader.replicas_possible:
+            raise UsageError(
+                f"--rank-dumps {options.rank_dumps}",
+                file=recording.files[0].name if recording.files else None,
+                rule=f"the files of {reader.name} are neither added nor replicas: {reader.looks_for}",
+            )
     if options.rank_dumps is RankDumps.sum:
         return
     for reader in READERS:

@@ -43,7 +43,7 @@ class TensorrtLlmReader:
 
     name = "tensorrt-llm"
     looks_for = "meta_info.json beside rank*.safetensors whose tensors are called {iteration}_{layer}"
-    replicas_possible = False
+    replicas_possible = True
 
     def recognise(self, file: TraceFile, options: ReadOptions) -> Match:
         """Tensor names are iteration and layer; the meta file names experts and top-k."""
@@ -155,16 +155,16 @@ def _read(file: TraceFile, columns: int) -> dict[tuple[int, int], npt.NDArray[np
 
 
 def _tokens(recording: Recording, ranks: Mapping[int, TraceFile]) -> dict[int, int]:
-    """Tokens of each iteration over all ranks; empty unless every rank tells."""
+    """Tokens of each iteration over the ranks that count; empty unless each of them tells."""
     files = {}
     for file in recording.companions:
         match = RANK_TOKENS.search(file.path.name)
         if match:
             files[int(match[1])] = file.document
-    if files.keys() != ranks.keys():
+    if not files.keys() >= ranks.keys():
         return {}
     tokens: dict[int, int] = {}
-    for document in files.values():
+    for document in (files[rank] for rank in ranks):
         own: dict[int, int] = {}
         for key, count in document.items():
             iteration = int(key.split("_")[0])

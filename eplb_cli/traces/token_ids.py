@@ -7,7 +7,7 @@ them are the prompt) and `session_ids` (sequences of one conversation, each of w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from eplb_cli.errors import TraceError, UsageError
 from eplb_cli.traces.arrays import array_kind, sample_rows, stream_rows
-from eplb_cli.traces.files import Container, TraceFile
+from eplb_cli.traces.files import ArrayHeader, Container, TraceFile
 from eplb_cli.traces.protocol import (
     ALL,
     DECODE,
@@ -46,7 +46,11 @@ class TokenIdsReader:
         """Three axes of integers, the last too short to be the experts."""
         if file.container is Container.npz:
             headers = file.npz_headers()
-            key = next((key for key in KEYS if key in headers), None)
+            key = _key(headers)
+            if key is not None and key not in KEYS:
+                only = headers[key]
+                kind = array_kind(only.shape, only.dtype, np.zeros((0, *only.shape[1:])), options)
+                return matches("its one array is [tokens, layers, top-k]", 65) if kind == "ids" else no_match()
             if key is None:
                 return near_miss(f"the archive holds {sorted(headers)}, not `topk_ids`")
             if len(headers[key].shape) != 3 or headers[key].dtype.kind not in "iu":
@@ -73,12 +77,18 @@ class TokenIdsReader:
             yield from _read_file(file, recording)
 
 
+def _key(headers: Mapping[str, ArrayHeader]) -> str | None:
+    """The array that holds the ids: of a telling name, or the only one."""
+    named = next((key for key in KEYS if key in headers), None)
+    return named or (next(iter(headers)) if len(headers) == 1 else None)
+
+
 def _tokens_of(file: TraceFile) -> int:
     """Length of the first axis, as the header says; 0 for what is no trace, which is refused when it is read."""
     if file.container is Container.npy:
         return (*file.npy_header.shape, 0)[0]
     headers = file.npz_headers()
-    key = next((key for key in KEYS if key in headers), None)
+    key = _key(headers)
     return 0 if key is None else (*headers[key].shape, 0)[0]
 
 
@@ -87,7 +97,7 @@ def _read_file(file: TraceFile, recording: Recording) -> Iterator[TokenBlock]:
     key, extras = None, {}
     if file.container is Container.npz:
         headers = file.npz_headers()
-        key = next((key for key in KEYS if key in headers), None)
+        key = _key(headers)
         if key is None:
             raise TraceError(f"the archive holds {sorted(headers)}", file=file.name, rule="`topk_ids` is expected")
         header = headers[key]
