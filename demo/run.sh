@@ -34,6 +34,9 @@ run eplb plan monday.safetensors --tensor-parallel-size 4 --num-redundant-expert
 step "   ... scored on traffic that the planner has not seen"
 run eplb score plan.json tuesday.safetensors
 
+step "   ... and on one page to look at: demo/out/report.html"
+run eplb report monday.safetensors plan.json --model model -o report.html
+
 step "3. The plan becomes a checkpoint"
 run eplb convert model plan.json -o model-balanced
 
