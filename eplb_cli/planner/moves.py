@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.planner.search import Level, peaks, refine
-from eplb_cli.planner.windows import Evidence
+from eplb_cli.planner.search import Level, refine
+from eplb_cli.planner.windows import Evidence, peaks
 
 __all__ = ["TradeOff", "keep_slots", "match_ranks", "moved_slots", "trade_off"]
 
@@ -146,7 +146,7 @@ def trade_off(
         )
         options.append(from_fresh)
     moves = np.stack([moved_slots(previous, option, ep_size) for option in options])
-    cost = np.stack([peaks(evidence, option, ep_size) for option in options])
+    cost = np.stack([peaks(evidence.windows, option, ep_size) for option in options])
     chosen, curve = _walk(moves, cost, most_moves)
     mean = float(evidence.window_means.sum())
     placed = np.stack(options)[chosen, np.arange(layers)]

@@ -41,9 +41,13 @@ def _pack(
         share = shares[layer, expert]
         key = np.where(filled < room, rank_loads, np.inf)
         # lexsort's last key is the first criterion; both sorts are stable, so ties go to the lowest rank.
-        by_choice = np.lexsort((key, filled), axis=1) if emptiest_first else np.argsort(key, axis=1, kind="stable")
         deepest = int(copies.max(initial=0))
-        chosen = by_choice[:, :deepest]
+        if emptiest_first:
+            chosen = np.lexsort((key, filled), axis=1)[:, :deepest]
+        elif deepest == 1:
+            chosen = key.argmin(1)[:, None]
+        else:
+            chosen = np.argsort(key, axis=1, kind="stable")[:, :deepest]
         at_layer, at_choice = np.nonzero(np.arange(deepest) < copies[:, None])
         rank = chosen[at_layer, at_choice]
         fits = filled[at_layer, rank] < room

@@ -12,12 +12,11 @@ from eplb_cli.planner.descent import gram_descent
 from eplb_cli.planner.packing import pack
 from eplb_cli.planner.polish import Polisher
 from eplb_cli.planner.tournament import over_layers
-from eplb_cli.planner.windows import Evidence
+from eplb_cli.planner.windows import Evidence, peaks
 
-__all__ = ["Level", "peaks", "refine", "search"]
+__all__ = ["Level", "refine", "search"]
 
 IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
 
 Level = Literal["fast", "settled", "normal", "thorough"]
@@ -96,22 +95,6 @@ def _annealing_sweeps(pairs: int, most_sweeps: int, ranks: int, slots: int) -> i
     return min(most_sweeps, round(pairs / (cost * ranks * (ranks - 1) / 2)))
 
 
-def peaks(evidence: Evidence, placed: IntArray, ep_size: int, nodes: int = 1) -> FloatArray:
-    """Sum over the merged windows of the busiest rank's load, [L]; slots are summed in an order that never changes."""
-    rows, slots = placed.shape
-    room = slots // ep_size
-    copies = np.zeros((rows, evidence.totals.shape[1]))
-    np.add.at(copies, (np.arange(rows)[:, None], placed), 1.0)
-    shares = evidence.windows / copies
-    row = np.arange(rows)[:, None]
-    held = placed.reshape(rows, ep_size, room)
-    loads = shares[:, row, held[:, :, 0]]
-    for slot in range(1, room):
-        loads += shares[:, row, held[:, :, slot]]
-    busiest: FloatArray = loads.reshape(len(loads), rows // nodes, nodes * ep_size).max(2).sum(0)
-    return busiest
-
-
 def _better(evidence: Evidence, old: IntArray, new: IntArray, ep_size: int, nodes: int) -> IntArray:
-    keep = peaks(evidence, new, ep_size, nodes) < peaks(evidence, old, ep_size, nodes)
+    keep = peaks(evidence.windows, new, ep_size, nodes) < peaks(evidence.windows, old, ep_size, nodes)
     return np.where(np.repeat(keep, nodes)[:, None], new, old)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Evidence", "gram", "merge_windows"]
+__all__ = ["Evidence", "gram", "merge_windows", "peaks"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -82,3 +82,21 @@ class Evidence:
             np.repeat(self.window_means, nodes, axis=1),
             picked.reshape(rows, experts, experts),
         )
+
+
+def peaks(windows: IntArray, placed: IntArray, ep_size: int, nodes: int = 1) -> npt.NDArray[np.float64]:
+    """Sum over windows of the busiest rank's load, [L], from loads [T, X, E] and maps [X, P]; X = L x nodes rows.
+
+    Slots are summed one after the other, in an order that never changes.
+    """
+    rows, slots = placed.shape
+    copies = np.zeros((rows, windows.shape[2]))
+    np.add.at(copies, (np.arange(rows)[:, None], placed), 1.0)
+    shares = windows / copies
+    row = np.arange(rows)[:, None]
+    held = placed.reshape(rows, ep_size, slots // ep_size)
+    loads = shares[:, row, held[:, :, 0]]
+    for slot in range(1, slots // ep_size):
+        loads += shares[:, row, held[:, :, slot]]
+    busiest: npt.NDArray[np.float64] = loads.reshape(len(loads), rows // nodes, nodes * ep_size).max(2).sum(0)
+    return busiest
