@@ -81,10 +81,11 @@ def cat(path: Path) -> None:
         subprocess.run([shutil.which("cat") or "cat", path], stdout=sink, check=True)
 
 
-def run_profile(path: Path, output: Path) -> tuple[float, float]:
-    """Seconds of the command, and the peak MB of its main process."""
+def run_profile(path: Path, output: Path) -> tuple[float, float, float]:
+    """Seconds of the command, its CPU seconds, and the peak MB of its main process."""
     command = [sys.executable, "-m", "eplb_cli", "profile", str(path), "--num-experts", str(EXPERTS)]
     command += ["-o", str(output), "--force", "--format", "quiet"]
+    before = os.times()
     start = time.perf_counter()
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     peak = 0
@@ -96,7 +97,9 @@ def run_profile(path: Path, output: Path) -> tuple[float, float]:
     elapsed = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
-    return elapsed, peak / 1024
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return elapsed, cpu, peak / 1024
 
 
 def one_shot_bincount(path: Path) -> float:
@@ -152,11 +155,12 @@ def main() -> None:
             size = path.stat().st_size
             cat_speed = size / seconds(lambda path=path: cat(path), 2)  # type: ignore[misc]
             slow = baseline(path)
-            elapsed, peak = run_profile(path, output)
+            elapsed, cpu, peak = run_profile(path, output)
             speed = size / elapsed
             figures[name] = {
                 "bytes": size,
                 "seconds": round(elapsed, 2),
+                "cpu_seconds": round(cpu, 2),
                 "MB_s": round(speed / 1e6),
                 "peak_MB": round(peak),
                 "cat_MB_s": round(cat_speed / 1e6),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb_cli.errors import TraceError
 from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.traces import ReadOptions, read_traces
 from eplb_cli.traces.checks import dummy_windows, expected_loss, one_rank_of
@@ -73,6 +74,22 @@ def test_dummy_windows_in_front_are_noticed(tmp_path: Path) -> None:
     assert any("--skip-steps 4" in warning for warning in read_traces([tmp_path / "a.npy"], options).loads.warnings)
     assert dummy_windows(loads_of(counts[4:])) == 0
     assert dummy_windows(loads_of(counts[:4])) == 0
+
+
+def test_a_moe_layer_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
+    ids = random_ids(200, 2, 4, 16)
+    ids[:, 1] = 0
+    np.save(tmp_path / "a.npy", ids)
+    with pytest.raises(TraceError, match=r"layers \[1\] read as expert 0 in every pick: the recorder did not reach"):
+        read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))
+
+
+def test_an_expert_picked_twice_by_a_token_is_noticed(tmp_path: Path) -> None:
+    ids = random_ids(20_000, 2, 4, 16)
+    ids[5:8] = 0
+    np.save(tmp_path / "a.npy", ids)
+    warnings = read_traces([tmp_path / "a.npy"], ReadOptions(MODEL)).loads.warnings
+    assert any("of the first 8192 choices 6 name an expert twice" in warning for warning in warnings)
 
 
 def test_repeated_prompts_are_noticed(tmp_path: Path) -> None:

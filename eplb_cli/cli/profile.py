@@ -153,7 +153,7 @@ def _shape(model: str | None, num_experts: int | None) -> ModelShape | None:
 
 def _summary(loads: ExpertLoads, notes: tuple[str, ...]) -> dict[str, Any]:
     ratio = _max_over_mean(loads)
-    known = bool(ratio.size)
+    known = loads.num_windows > 0
     worst = int(ratio.argmax()) if known else None
     return {
         "windows": loads.num_windows,
@@ -187,23 +187,24 @@ def _tables(loads: ExpertLoads, summary: dict[str, Any], output: Path) -> list[R
     facts = Table(show_header=False, box=None, pad_edge=False)
     skew = summary["max_over_mean"]
     readers = sorted({source.reader for source in loads.sources})
+    known = loads.num_windows > 0
     rows = {
         "Written": str(output),
         "Sources": f"{len(loads.sources)} ({', '.join(readers)})",
         "Windows": f"{loads.num_windows} ({loads.phase}){_span(loads)}",
         "MoE layers": f"{loads.num_layers} ({_ranges(summary['layer_ids'])})",
         "Experts": f"{loads.num_experts}, top-k {loads.top_k or 'unknown'}",
-        "Tokens": f"{summary['tokens']:,}" if summary["tokens"] else "not told by the recorder",
+        "Tokens": f"{summary['tokens']:,}" if summary["tokens"] or not known else "not told by the recorder",
         "Assignments": f"{summary['assignments']:,}",
         "Dropped": ", ".join(f"{k} {v:,}" for k, v in summary["dropped"].items()) or "nothing",
     }
-    if skew["worst"] is not None:
+    if known:
         rows["Max/mean expert load"] = (
             f"{skew['mean']:.2f} on average over layers, {skew['worst']:.2f} at worst (layer {skew['worst_layer']})"
         )
     for name, value in rows.items():
         facts.add_row(name, value)
-    if not loads.num_windows:
+    if not known:
         return [facts]
     return [facts, "", "Most skewed layers (strip: load of expert groups against the hottest)", _skew_map(loads)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
 from eplb_cli.loads import ExpertLoads, ModelShape
+from eplb_cli.traces.layers import LayerRows
 from eplb_cli.traces.protocol import Counters, ReadOptions, TokenBlock
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "dummy_windows",
     "expected_loss",
     "experts_of_map",
+    "first_tokens",
     "identical_leading_rows",
     "one_rank_of",
     "refuse_one_rank",
@@ -32,6 +35,7 @@ NOTABLE_LOSS = 0.02
 """A promise that shrinks by less than this on other tokens of the same traffic is not worth a word."""
 BOOTSTRAPS = 8
 SHORTEST_DUMMY_RUN = 16
+SAMPLED_TOKENS = 4096
 CHANCE = 1e-6
 """Patterns likelier than this to arise from few tokens are not held against a recording."""
 
@@ -109,24 +113,45 @@ class CounterHistory:
             )
 
 
-def refuse_zero_layers(block: TokenBlock, model: ModelShape | None) -> None:
-    """Raise TraceError when layers read as zeros and the model's layers are not known.
+def refuse_zero_layers(block: TokenBlock, rows: LayerRows, model: ModelShape | None) -> None:
+    """Raise TraceError when a layer that would be counted reads as zeros.
 
-    A dense layer and one that the recorder did not reach look the same, and both would count as the hottest expert 0.
-    With two picks a token or more, zeros are certain not to be routing: no token picks an expert twice.
+    A dense layer and one that the recorder did not reach look the same, and both would count as a hot expert 0. With
+    two picks a token or more, zeros are certain not to be routing: no token picks an expert twice.
     """
-    known = model is not None and model.moe_layer_ids is not None
-    if known or block.first_row or block.ids.shape[2] < 2 or len(block.ids) < 2:
+    if block.ids.shape[2] < 2 or len(block.ids) < 2:
         return
-    zeros = np.flatnonzero(~block.ids.any(axis=(0, 2)))
-    if zeros.size:
-        layers = [block.axis.ids[i] for i in zeros] if block.axis.ids else zeros.tolist()
+    zeros = (block.ids == 0).all(axis=(0, 2))
+    silent = [int(layer) for row, layer in zip(rows.positions, rows.layer_ids, strict=True) if zeros[row]]
+    if silent:
+        known = model is not None and model.moe_layer_ids is not None
         raise TraceError(
-            f"layers {layers} read as expert 0 in every pick: dense layers, or layers that were not recorded",
+            f"layers {silent} read as expert 0 in every pick: "
+            + ("the recorder did not reach them" if known else "dense layers, or layers that were not recorded"),
             file=block.file,
-            rule="which layers are MoE is the model's to say",
-            hint="Pass --model MODEL.",
+            rule="the model says that they are MoE layers" if known else "which layers are MoE is the model's to say",
+            hint="Record again with a version that covers all MoE layers." if known else "Pass --model MODEL.",
         )
+
+
+def first_tokens(block: TokenBlock, rows: LayerRows) -> list[str]:
+    """Remarks on the first tokens of a file: a dummy batch in front, and experts picked twice by one token."""
+    name = Path(block.file).name
+    warnings = []
+    alike = identical_leading_rows(block)
+    if alike:
+        warnings.append(
+            f"{name}: the first {alike} tokens are routed alike in all layers: a dummy batch? "
+            "--skip-steps leaves windows out at the start"
+        )
+    picks = np.sort(block.ids[:SAMPLED_TOKENS, rows.positions], axis=2).astype(np.int64)
+    twice = int(((picks[..., 1:] == picks[..., :-1]) & (picks[..., 1:] >= 0)).any(2).sum())
+    if twice:
+        warnings.append(
+            f"{name}: of the first {picks.shape[0] * picks.shape[1]} choices {twice} name an expert twice, which no "
+            "router does: padding written as a real id?"
+        )
+    return warnings
 
 
 def identical_leading_rows(block: TokenBlock) -> int:
@@ -134,7 +159,7 @@ def identical_leading_rows(block: TokenBlock) -> int:
 
     Engines profile their memory with dummy batches, and some recorders keep them.
     """
-    if block.first_row or len(block.ids) < SHORTEST_DUMMY_RUN or not block.ids[0].size:
+    if len(block.ids) < SHORTEST_DUMMY_RUN or not block.ids[0].size:
         return 0
     same = (block.ids == block.ids[0]).all(axis=(1, 2))
     run = len(same) if same.all() else int(np.argmin(same))
@@ -245,6 +270,8 @@ def refuse_one_rank(loads: ExpertLoads, file: str, *, allow: bool) -> None:
 
 def warnings_of(loads: ExpertLoads, options: ReadOptions, *, tokens_told: bool) -> list[str]:
     """Remarks with numbers on what was read."""
+    if not loads.num_windows:
+        return []
     warnings = []
     totals = loads.counts.sum(0)
     by_layer = totals.sum(1)

@@ -209,14 +209,11 @@ class _Collector:
                 "the recorder writes logical ids", file=block.file, hint="Leave --physical-to-logical out."
             )
         phase = self.kept_phase(block.phase)
-        checks.refuse_zero_layers(block, self.model)
-        repeated = checks.identical_leading_rows(block)
-        if repeated:
-            self.warn(
-                f"{block.file}: the first {repeated} tokens are routed alike in all layers: a dummy batch? "
-                "--skip-steps leaves windows out at the start"
-            )
         rows = self.rows_of(block.axis, block.file)
+        if not block.first_row:
+            checks.refuse_zero_layers(block, rows, self.model)
+            for warning in checks.first_tokens(block, rows):
+                self.warn(warning)
         plan = self.options.physical_to_logical
         fold = None if plan is None else self.plan_rows(rows, None, block.file)
         experts = self.options.need_num_experts(block.file) if plan is None else plan.num_experts

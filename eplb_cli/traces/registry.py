@@ -183,6 +183,10 @@ def _recognise(file: TraceFile, options: ReadOptions) -> tuple[Reader, Match]:
 
 def _is_stray(file: TraceFile, options: ReadOptions) -> bool:
     """A text that no reader finds anything in: a log or a README in a folder of traces."""
+    try:
+        file.head[:1024].decode()
+    except UnicodeDecodeError:
+        return False
     return all(reader.recognise(file, options).confidence == 0 for reader in READERS)
 
 
