@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from eplb_cli.loads import PHASES, ExpertLoads
 from eplb_cli.metrics import balancedness, initial_map, rank_loads
 from eplb_cli.placement import Placement
 from eplb_cli.planner import PlanRequest, make_plan
-from eplb_cli.planner.confidence import LOSS_ALLOWED, bootstrap_interval, step_noise_ceiling, tokens_needed
+from eplb_cli.planner.confidence import LOSS_ALLOWED, step_noise_ceiling, tokens_needed
+from eplb_cli.planner.redundancy import CROSSOVER_TOKENS
 
 __all__ = [
     "Advice",
@@ -27,15 +27,10 @@ __all__ = [
     "Point",
     "Situation",
     "advise",
-    "bootstrap_interval",
     "compare_phases",
     "describe_situation",
     "kv_cache_per_token",
-    "step_noise_ceiling",
-    "tokens_needed",
 ]
-
-FloatArray = npt.NDArray[np.float64]
 
 GIB = 2**30
 ALREADY_BALANCED = 0.97
@@ -44,9 +39,6 @@ CARRIES_OVER = 0.005
 """Held-out gain below which a plan is not told from noise: block bootstraps of held-out figures span 0.5 to 1 point."""
 WINDOWS_WANTED = 16
 """Windows below which experts that peak together cannot be told from experts that take turns (docs/planner.md)."""
-MEMORY_BOUND_TOKENS = 90
-"""Tokens per slot and step below which reading an expert's weights takes longer than multiplying by them: a roofline
-estimate with the ratio of arithmetic to bandwidth of an H100, not a measurement."""
 OLD_DAYS = 30
 """Age of a profile, in days, from which it is worth scoring the plan on a new recording."""
 PHASES_DIFFER = 0.02
@@ -92,7 +84,7 @@ class Situation:
         num_experts, num_redundant_experts, ep_size: E, R, G.
         windows, tokens: of the loads; tokens 0 when the recorder did not tell.
         top_k: experts per token, when known.
-        tokens_per_step: tokens of one engine step over all ranks, when known.
+        step_tokens: tokens of one engine step over all ranks, when known.
         extra_bytes_per_rank: weights that R adds to each rank, when the model is known.
         kv_cache: what a token of context costs a rank, when the model is known.
         interval: 90 % bootstrap interval of the held-out figure, when there are windows for it.
@@ -111,7 +103,7 @@ class Situation:
     windows: int
     tokens: int = 0
     top_k: int | None = None
-    tokens_per_step: float | None = None
+    step_tokens: int | None = None
     extra_bytes_per_rank: float | None = None
     kv_cache: KvCache | None = None
     interval: tuple[float, float] | None = None
@@ -282,8 +274,8 @@ def _cautions(at: Situation) -> list[Point]:
                 f"{at.tokens:,} tokens are few: about {_round_up(needed):,} keep what sampling noise costs below "
                 f"{100 * LOSS_ALLOWED:.1f} points of balancedness on {at.ep_size} ranks."
             )
-    if at.top_k is not None and at.tokens_per_step is not None:
-        texts.extend(_small_steps(at, at.top_k, at.tokens_per_step))
+    if at.top_k is not None and at.step_tokens is not None:
+        texts.extend(_small_steps(at, at.top_k, at.step_tokens))
     differing = [phase for phase in at.phases if phase.of_own_plan - phase.of_plan > PHASES_DIFFER]
     if differing:
         figures = "; ".join(
@@ -299,19 +291,19 @@ def _cautions(at: Situation) -> list[Point]:
     return [Point("caution", text) for text in texts]
 
 
-def _small_steps(at: Situation, top_k: int, tokens_per_step: float) -> list[str]:
+def _small_steps(at: Situation, top_k: int, step_tokens: int) -> list[str]:
     texts = []
-    per_slot = tokens_per_step * top_k / (at.num_experts + at.num_redundant_experts)
-    if per_slot < MEMORY_BOUND_TOKENS:
+    per_slot = step_tokens * top_k / (at.num_experts + at.num_redundant_experts)
+    if per_slot < CROSSOVER_TOKENS:
         texts.append(
-            f"{tokens_per_step:,.0f} tokens a step are {per_slot:.1f} per slot; below about {MEMORY_BOUND_TOKENS} the "
+            f"{step_tokens:,} tokens a step are {per_slot:.1f} per slot; below about {CROSSOVER_TOKENS} the "
             "time goes into reading weights, which more copies only add to (a roofline estimate). Prefer few or no "
             "redundant experts there."
         )
-    ceiling = step_noise_ceiling(tokens_per_step, top_k, at.ep_size)
+    ceiling = step_noise_ceiling(step_tokens, top_k, at.ep_size)
     if ceiling < 1 - 2 * (1 - ALREADY_BALANCED):
         texts.append(
-            f"Steps of {tokens_per_step:,.0f} tokens scatter so much that even a perfect plan reaches only "
+            f"Steps of {step_tokens:,} tokens scatter so much that even a perfect plan reaches only "
             f"{ceiling:.2f} in each of them on {at.ep_size} ranks."
         )
     return texts

@@ -15,15 +15,13 @@ from eplb_cli.advice import (
     PhaseGap,
     Situation,
     advise,
-    bootstrap_interval,
     compare_phases,
     describe_situation,
     kv_cache_per_token,
-    step_noise_ceiling,
-    tokens_needed,
 )
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.placement import Placement
+from eplb_cli.planner.confidence import bootstrap_interval, step_noise_ceiling, tokens_needed
 
 GROUPED = {"num_hidden_layers": 10, "num_key_value_heads": 4, "head_dim": 128, "torch_dtype": "bfloat16"}
 
@@ -177,8 +175,8 @@ def test_when_it_is_not_worth_it(change: dict[str, Any], worth_it: bool | None, 
         ({"interval": (0.58, 0.95)}, "0.580 to 0.950"),
         ({"windows": 5}, "5 windows are few"),
         ({"tokens": 1000}, "1,000 tokens are few: about 60,000"),
-        ({"tokens_per_step": 64}, "3.2 per slot"),
-        ({"tokens_per_step": 64}, "perfect plan reaches only 0.85"),
+        ({"step_tokens": 64}, "3.2 per slot"),
+        ({"step_tokens": 64}, "perfect plan reaches only 0.85"),
         (
             {"phases": (PhaseGap("prefill", 0.8, 0.95), PhaseGap("decode", 0.9, 0.9))},
             "want different plans (prefill 0.800",
@@ -197,7 +195,7 @@ def test_cautions(change: dict[str, Any], words: str) -> None:
         {"windows": 16},
         {"tokens": 60_000},
         {"tokens": 0},
-        {"tokens_per_step": 8192},
+        {"step_tokens": 8192},
         {"phases": (PhaseGap("prefill", 0.94, 0.95), PhaseGap("decode", 0.9, 0.9))},
         {"profile_age_days": 3.0},
     ],

@@ -367,7 +367,14 @@ def _advise(
         tensor_parallel_size=tensor_parallel_size,
     )
     newest = max(_split_weight(file)[0].stat().st_mtime for file in files)
-    return advise(replace(situation, profile_age_days=(time.time() - newest) / 86_400))
+    return advise(
+        replace(
+            situation,
+            interval=result.confidence.interval,
+            step_tokens=request.step_tokens,
+            profile_age_days=(time.time() - newest) / 86_400,
+        )
+    )
 
 
 def _table(loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int) -> list[RenderableType]:
@@ -400,11 +407,6 @@ def _table(loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int) -
     if result.confidence.interval is not None:
         low, high = result.confidence.interval
         lines.append(f"held out, 90 % interval (blocks of windows resampled): {low:.4f} to {high:.4f}.")
-    if result.confidence.step_ceiling is not None:
-        lines.append(
-            f"In steps of {result.confidence.step_tokens} tokens chance alone caps any plan at "
-            f"{result.confidence.step_ceiling:.3f}."
-        )
     if result.moves is not None:
         slots = placement.num_slots * placement.num_layers
         lines.append(

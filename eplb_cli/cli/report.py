@@ -38,9 +38,9 @@ def report(
         int,
         typer.Option("-tp", "--tensor-parallel-size", help="Ranks that share a token's KV cache.", min=1),
     ] = 1,
-    tokens_per_step: Annotated[
+    step_tokens: Annotated[
         int | None,
-        typer.Option("--tokens-per-step", help="Tokens of one engine step over all ranks, for advice.", min=1),
+        typer.Option("--step-tokens", help="Tokens of one engine step over all ranks, for advice.", min=1),
     ] = None,
     force: ForceOption = False,
     output_format: FormatOption = OutputFormat.human,
@@ -70,7 +70,7 @@ def report(
             ep_size=ep_size,
             model=facts,
             tensor_parallel_size=tensor_parallel_size,
-            tokens_per_step=tokens_per_step,
+            step_tokens=step_tokens,
             on_step=lambda what, done, of: progress.update(task, description=what, completed=done, total=of),
         )
     content = render(made).encode()

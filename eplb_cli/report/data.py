@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.advice import GIB, Advice, Situation, advise, bootstrap_interval, describe_situation, kv_cache_per_token
+from eplb_cli.advice import GIB, Advice, Situation, advise, describe_situation, kv_cache_per_token
 from eplb_cli.errors import PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.metrics import balancedness_bound, rank_loads, smallest_redundancy
 from eplb_cli.placement import Placement
 from eplb_cli.planner import STRATEGIES, PlanRequest, make_plan
+from eplb_cli.planner.confidence import bootstrap_interval
 
 __all__ = ["Layout", "ModelFacts", "NamedPlan", "RedundancyStep", "Report", "make_report"]
 
@@ -226,7 +227,7 @@ def make_report(
     ep_size: int | None = None,
     model: ModelFacts | None = None,
     tensor_parallel_size: int = 1,
-    tokens_per_step: float | None = None,
+    step_tokens: int | None = None,
     on_step: Callable[[str, int, int], None] = lambda _what, _done, _of: None,
 ) -> Report:
     """Measure loads and plans.
@@ -238,7 +239,7 @@ def make_report(
         ep_size: EP ranks to look at when there is no plan.
         model: sizes, for memory figures.
         tensor_parallel_size: ranks that share one token's attention, for KV-cache figures.
-        tokens_per_step: tokens of an engine step over all ranks, for advice.
+        step_tokens: tokens of an engine step over all ranks, for advice.
         on_step: called with what is being done, how many steps are done, and how many there are.
 
     Raises:
@@ -275,7 +276,7 @@ def make_report(
     if plan is not None:
         before = layouts[plan.initial].balancedness
         situation = _situation(covered, plans[0].placement, before, plan, sums, model, tensor_parallel_size)
-        advice = advise(replace(situation, interval=interval, tokens_per_step=tokens_per_step))
+        advice = advise(replace(situation, interval=interval, step_tokens=step_tokens))
     return Report(
         loads=loads,
         profile=profile,
