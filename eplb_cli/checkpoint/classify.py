@@ -6,6 +6,7 @@ family stops the run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +16,7 @@ from eplb_cli.checkpoint.family import Family
 from eplb_cli.checkpoint.safetensors_file import TensorEntry
 from eplb_cli.errors import CheckpointError
 
-__all__ = ["ClassifiedTensors", "Kind", "Role", "classify", "role_of"]
+__all__ = ["ClassifiedTensors", "Kind", "Role", "classify", "role_of", "with_expert"]
 
 
 class Kind(Enum):
@@ -28,7 +29,7 @@ class Kind(Enum):
     COPY = "does not depend on the experts"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Role:
     """What one tensor is.
 
@@ -36,7 +37,7 @@ class Role:
         kind: see Kind.
         layer: decoder layer, for all but COPY.
         expert: the id in an EXPERT tensor's name.
-        prefix, suffix: an EXPERT tensor's name around the id.
+        position: which component of an EXPERT tensor's name the id is.
         part: the tensor within its layer or expert, ids left out ("mlp.experts.*.gate_proj.weight").
         draft: the draft head that a COPY tensor belongs to, when it does.
     """
@@ -44,14 +45,9 @@ class Role:
     kind: Kind
     layer: int = -1
     expert: int = -1
-    prefix: str = ""
-    suffix: str = ""
+    position: int = -1
     part: str = ""
     draft: str | None = None
-
-    def name_for(self, expert: int) -> str:
-        """Name of the same tensor of another expert."""
-        return f"{self.prefix}{expert}{self.suffix}"
 
 
 _COPY = Role(Kind.COPY)
@@ -106,6 +102,13 @@ def classify(config: ModelConfig, tensors: Mapping[str, TensorEntry], *, stored_
     return ClassifiedTensors(roles, frozenset(fused_layers), tuple(drafts))
 
 
+def with_expert(name: str, role: Role, expert: int) -> str:
+    """Name of the same tensor of another expert."""
+    parts = name.split(".")
+    parts[role.position] = str(expert)
+    return ".".join(parts)
+
+
 def role_of(config: ModelConfig, entry: TensorEntry) -> Role:
     """The role of one tensor, by its name.
 
@@ -153,10 +156,11 @@ def _expert_role(config: ModelConfig, entry: TensorEntry, layer: int, rest: list
     elif len(tail) > 1 and tail[0] in config.family.projections and _is_id(tail[1]):
         at = len(parts) - len(tail) + 1
     if at is not None:
-        prefix = ".".join(parts[:at]) + "."
-        suffix = "".join(f".{part}" for part in parts[at + 1 :])
-        part = ".".join(["*" if i == at else p for i, p in enumerate(parts)][len(parts) - len(rest) :])
-        return Role(Kind.EXPERT, layer, int(parts[at]), prefix, suffix, part)
+        expert = int(parts[at])
+        parts[at] = "*"
+        # The same few names in every layer: one copy of each is enough.
+        part = sys.intern(".".join(parts[len(parts) - len(rest) :]))
+        return Role(Kind.EXPERT, layer, expert, at, part)
     if _fused_stem(config.family, tail[0]) is None:
         raise _uncovered(config, entry, layer, "is no expert's and no fused tensor's name")
     if _elements(entry) == 1:

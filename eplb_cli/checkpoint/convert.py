@@ -211,7 +211,7 @@ class Conversion:
                 linked = self._write_shards(transaction, copier)
                 self._write_other_files(transaction)
                 self.source.require_unchanged()
-                report = verify(self.source, transaction.partial, self.given, Level.sample)
+                report = verify(self.source, transaction.partial, self.given, Level.sample, classified=self.classified)
                 if not report.ok:
                     raise CheckpointError(
                         f"the result does not prove right: {report.problems[0]}",

@@ -11,6 +11,7 @@ config's expert count becomes P, so that an engine which does not know the layou
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, Role
+from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, Role, with_expert
 from eplb_cli.checkpoint.safetensors_file import TensorEntry, header_bytes
 from eplb_cli.checkpoint.source import INDEX_FILE, Checkpoint
 from eplb_cli.errors import PlacementError
@@ -49,7 +50,7 @@ class Layout(StrEnum):
     physical = "physical"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A byte range of a source file; where `renumber` is set, its values are expert ids of `dtype` to be mapped."""
 
@@ -60,7 +61,7 @@ class Piece:
     dtype: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OutputTensor:
     """A tensor to be written: its name, type and shape, the source tensor of each piece's bytes."""
 
@@ -218,30 +219,35 @@ def rewrite(
     rows = {
         int(layer): row.tolist() for layer, row in zip(placement.layer_ids, placement.physical_to_logical, strict=True)
     }
-    if layout is Layout.stock:
-        tensors = {
-            shard: [
-                _stock_tensor(source, name, classified.roles[name], rows, placement.num_experts)
-                for name in header.tensors
-            ]
-            for shard, header in source.shards.items()
-        }
-        if max_shard_bytes is None:
-            groups = list(tensors.items())
-        else:
-            everything = [tensor for group in tensors.values() for tensor in group]
-            groups = _cut(everything, max_shard_bytes, "model-{:05d}-of-{:05d}.safetensors")
-    else:
+    groups: Iterable[tuple[str, Iterable[OutputTensor]]]
+    if layout is Layout.physical:
         groups = _physical_groups(source, classified, rows, placement, max_shard_bytes or _PHYSICAL_SHARD_BYTES)
-    shards = tuple(_shard(source, name, group) for name, group in groups)
+    else:
+
+        def renumbered(shard: str) -> Iterator[OutputTensor]:
+            for name in source.shards[shard].tensors:
+                yield _stock_tensor(source, name, classified.roles[name], rows, placement.num_experts)
+
+        if max_shard_bytes is None:
+            groups = ((shard, renumbered(shard)) for shard in source.shards)
+        else:
+            everything = [tensor for shard in source.shards for tensor in renumbered(shard)]
+            groups = _cut(everything, max_shard_bytes, "model-{:05d}-of-{:05d}.safetensors")
+    shards, origins, data_bytes = [], {}, 0
+    # One shard at a time: large models have a hundred thousand tensors.
+    for file, group in groups:
+        tensors = list(group)
+        shards.append(_shard(source, file, tensors))
+        origins.update({tensor.name: tensor.origin for tensor in tensors})
+        data_bytes += sum(tensor.nbytes for tensor in tensors)
     # Without an index, loaders look for one file of the usual name.
     needs_index = source.index_name is not None or [shard.name for shard in shards] != list(source.shards)
     return Rewrite(
         layout=layout,
-        shards=shards,
+        shards=tuple(shards),
         index_name=(source.index_name or INDEX_FILE) if needs_index else None,
-        origins={tensor.name: tensor.origin for _, group in groups for tensor in group},
-        data_bytes=sum(tensor.nbytes for _, group in groups for tensor in group),
+        origins=origins,
+        data_bytes=data_bytes,
     )
 
 
@@ -252,7 +258,7 @@ def _stock_tensor(
         return _whole(source, name, name)
     row = rows[role.layer]
     if role.kind is Kind.EXPERT:
-        return _whole(source, name, role.name_for(row[:num_experts].index(role.expert)))
+        return _whole(source, name, with_expert(name, role, row[:num_experts].index(role.expert)))
     if role.kind is Kind.FUSED:
         return _gathered(source, name, row)
     if role.kind is Kind.LOGICAL:
@@ -274,7 +280,7 @@ def _physical_groups(
     rows: Mapping[int, list[int]],
     placement: Placement,
     max_shard_bytes: int,
-) -> list[tuple[str, list[OutputTensor]]]:
+) -> Iterator[tuple[str, list[OutputTensor]]]:
     """Shared files, then each rank's. A fused tensor holds all slots under one name, so it stays in a shared file."""
     by_expert: dict[tuple[int, int], list[str]] = {}
     shared = []
@@ -287,22 +293,21 @@ def _physical_groups(
                 shared.append(_gathered(source, name, rows[role.layer]))
             else:
                 shared.append(_whole(source, name, name))
-    groups = _cut(shared, max_shard_bytes, "model-shared-{:05d}-of-{:05d}.safetensors")
+    yield from _cut(shared, max_shard_bytes, "model-shared-{:05d}-of-{:05d}.safetensors")
     per_expert_layers = [layer for layer in rows if (layer, 0) in by_expert]
     if not per_expert_layers:
-        return groups
+        return
     ranks, slots = placement.ep_size, placement.slots_per_rank
     width = max(2, len(str(ranks - 1)))
     for rank in range(ranks):
         tensors = [
-            _whole(source, name, classified.roles[name].name_for(slot))
+            _whole(source, name, with_expert(name, classified.roles[name], slot))
             for layer in per_expert_layers
             for slot in range(rank * slots, (rank + 1) * slots)
             for name in by_expert[layer, rows[layer][slot]]
         ]
         stem = f"model-ep{rank:0{width}d}-of-{ranks:0{width}d}"
-        groups += _cut(tensors, max_shard_bytes, stem + "-{:05d}-of-{:05d}.safetensors")
-    return groups
+        yield from _cut(tensors, max_shard_bytes, stem + "-{:05d}-of-{:05d}.safetensors")
 
 
 def _cut(tensors: Sequence[OutputTensor], limit: int, template: str) -> list[tuple[str, list[OutputTensor]]]:
@@ -321,7 +326,7 @@ def _cut(tensors: Sequence[OutputTensor], limit: int, template: str) -> list[tup
 def _whole(source: Checkpoint, name: str, new_name: str) -> OutputTensor:
     entry, header = source.tensors[name], source.shards[source.shard_of[name]]
     piece = Piece(source.shard_of[name], header.data_start + entry.begin, entry.nbytes)
-    return OutputTensor(new_name, entry.dtype, entry.shape, (piece,), name)
+    return OutputTensor(sys.intern(new_name), entry.dtype, entry.shape, (piece,), name)
 
 
 def _gathered(source: Checkpoint, name: str, row: Sequence[int]) -> OutputTensor:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ DTYPE_BITS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a file: name, dtype as the format spells it, shape, and its byte range within the data."""
 
@@ -127,7 +128,10 @@ def read_header(file: Path) -> SafetensorsHeader:
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(type(value) is not str for value in metadata.values()):
         raise CheckpointError("has header metadata that is not strings", file=file)
-    entries = [_entry(file, name, fields) for name, fields in document.items()]
+    # Shapes repeat a hundred thousand times in large models; one copy of each is enough.
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    entries = [_entry(file, name, document[name], shapes) for name in list(document)]
+    del document
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     end = 0
     for entry in entries:
@@ -195,7 +199,7 @@ def _refuse_impostors(file: Path, size: int, start: bytes) -> None:
         raise CheckpointError(f"is truncated: {size} bytes", file=file, hint="Fetch the file again.")
 
 
-def _entry(file: Path, name: str, fields: Any) -> TensorEntry:
+def _entry(file: Path, name: str, fields: Any, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError("has a header entry without dtype, shape and data_offsets", file=file, tensor=name)
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -208,7 +212,10 @@ def _entry(file: Path, name: str, fields: Any) -> TensorEntry:
         raise CheckpointError(
             f"{dtype} {shape} does not fill bytes {offsets}", file=file, tensor=name, rule="size is shape x dtype"
         )
-    return TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
+    # Source, output and index hold the same names; interning keeps one copy of each.
+    return TensorEntry(
+        sys.intern(name), sys.intern(dtype), shapes.setdefault(tuple(shape), tuple(shape)), offsets[0], offsets[1]
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from eplb_cli.checkpoint import page_cache
-from eplb_cli.checkpoint.classify import Kind, classify
+from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, classify, with_expert
 from eplb_cli.checkpoint.config import PLACEMENT_KEY
 from eplb_cli.checkpoint.safetensors_file import SafetensorsHeader, TensorEntry
 from eplb_cli.checkpoint.source import INDEX_FILE, PROVENANCE_FILE, Checkpoint
@@ -60,7 +61,7 @@ class Report:
     problems: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Expected:
     """An output tensor as it must be.
 
@@ -99,6 +100,7 @@ def verify(
     plan: Placement | None,
     level: Level,
     *,
+    classified: ClassifiedTensors | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Compare a converted checkpoint with its source.
@@ -108,6 +110,7 @@ def verify(
         folder: the converted one.
         plan: the plan it must follow; None takes the one that lies in it.
         level: how much to read.
+        classified: roles of the source's tensors, where they are known already.
         progress: called with the number of bytes compared since the last call.
 
     Raises:
@@ -134,7 +137,9 @@ def verify(
         return Report(False, level, 0, problems.listed())
     slots = len(next(iter(rows.values())))
     _check_plans(folder, inner, rows, record, source, problems)
-    expected = _expected(source, rows, physical=physical)
+    if classified is None:
+        classified = classify(source.config, source.tensors, stored_experts=source.config.shape.num_experts)
+    expected = _expected(source, classified, rows, physical=physical)
     _check_config(source, output, rows, slots, record, physical=physical, problems=problems)
     _check_side_files(source, output, rows, physical=physical, problems=problems)
     right = _check_headers(source, output, expected, problems)
@@ -185,10 +190,11 @@ def _check_plans(
         problems.add(f"{folder / PLAN_FILE}: is not the plan that config.json names (its sha256 differs)")
 
 
-def _expected(source: Checkpoint, rows: Mapping[int, Sequence[int]], *, physical: bool) -> dict[str, _Expected]:
+def _expected(
+    source: Checkpoint, classified: ClassifiedTensors, rows: Mapping[int, Sequence[int]], *, physical: bool
+) -> dict[str, _Expected]:
     """Every tensor that the output must hold, by name."""
     num_experts = source.config.shape.num_experts
-    classified = classify(source.config, source.tensors, stored_experts=num_experts)
     expected: dict[str, _Expected] = {}
     of_expert: dict[tuple[int, int], list[str]] = {}
     for name, role in classified.roles.items():
@@ -210,7 +216,8 @@ def _expected(source: Checkpoint, rows: Mapping[int, Sequence[int]], *, physical
         for slot, expert in enumerate(row if physical else row[:num_experts]):
             for name in of_expert.get((layer, expert), ()):
                 # The id is the only component that changes: the slot's in place of the expert's.
-                expected[classified.roles[name].name_for(slot)] = _Expected(name, source.tensors[name].shape)
+                new_name = sys.intern(with_expert(name, classified.roles[name], slot))
+                expected[new_name] = _Expected(name, source.tensors[name].shape)
     return expected
 
 
@@ -350,7 +357,7 @@ def _flat(
     return {(path, _original(value, rows) if isinstance(value, str) else json.dumps(value))}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Comparison:
     """A byte range of an output file that must equal one of a source file; it begins at byte `begin` of the tensor's
     row, or of the tensor."""
