@@ -52,11 +52,13 @@ class KvCache:
     Args:
         bytes_per_token: bytes in all layers whose cache grows with every token.
         layers: how many layers those are.
+        tensor_parallel_size: ranks that share a token's attention heads.
         left_out: what is not counted, as a clause, or None.
     """
 
     bytes_per_token: int
     layers: int
+    tensor_parallel_size: int = 1
     left_out: str | None = None
 
     def tokens(self, nbytes: float) -> int:
@@ -235,13 +237,14 @@ def _bounds(at: Situation) -> list[Point]:
 def _costs(at: Situation) -> list[Point]:
     if not at.num_redundant_experts or at.extra_bytes_per_rank is None:
         return []
-    text = f"{at.num_redundant_experts} redundant experts take {at.extra_bytes_per_rank / GIB:.2f} GiB on every rank"
+    text = f"{at.num_redundant_experts} redundant experts take {_size(at.extra_bytes_per_rank)} on every rank"
     if at.kv_cache is None:
         return [Point("cost", f"{text}.")]
     tokens = at.kv_cache.tokens(at.extra_bytes_per_rank)
     text += (
         f", the room of {tokens:,} tokens of KV cache ({at.kv_cache.bytes_per_token / 1024:.0f} KiB a token in "
-        f"{at.kv_cache.layers} layers{f'; {at.kv_cache.left_out}' if at.kv_cache.left_out else ''})."
+        f"{at.kv_cache.layers} layers, tensor-parallel size {at.kv_cache.tensor_parallel_size}"
+        f"{f'; {at.kv_cache.left_out}' if at.kv_cache.left_out else ''})."
     )
     return [Point("cost", text)]
 
@@ -329,7 +332,7 @@ def kv_cache_per_token(config: Mapping[str, Any], tensor_parallel_size: int = 1)
     rank, rope = values.get("kv_lora_rank"), values.get("qk_rope_head_dim")
     if isinstance(rank, int) and isinstance(rope, int):
         left_out = "the sparse attention's index is not counted" if "index_head_dim" in values else None
-        return KvCache(layers * (rank + rope) * width, layers, left_out)
+        return KvCache(layers * (rank + rope) * width, layers, tensor_parallel_size, left_out)
     grows = _layers_with_full_attention(values, layers)
     heads = values.get("num_global_key_value_heads") or values.get("num_key_value_heads")
     size = values.get("global_head_dim") or values.get("head_dim")
@@ -343,7 +346,8 @@ def kv_cache_per_token(config: Mapping[str, Any], tensor_parallel_size: int = 1)
         return None
     value_size = values.get("v_head_dim") or size
     left_out = f"{layers - grows} layers of bounded cache are not counted" if grows < layers else None
-    return KvCache(grows * (size + value_size) * math.ceil(heads / tensor_parallel_size) * width, grows, left_out)
+    nbytes = grows * (size + value_size) * math.ceil(heads / tensor_parallel_size) * width
+    return KvCache(nbytes, grows, tensor_parallel_size, left_out)
 
 
 def _layers_with_full_attention(values: Mapping[str, Any], layers: int) -> int:
@@ -378,6 +382,10 @@ def compare_phases(loads: ExpertLoads, placement: Placement) -> tuple[PhaseGap, 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.01 * GIB else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _round_up(value: int) -> int:

@@ -57,7 +57,7 @@ def test_tensor_parallelism_splits_heads_down_to_one(ranks: int, heads: int) -> 
 
 def test_latent_attention_caches_one_vector_on_every_rank() -> None:
     latent = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}
-    assert kv_cache_per_token(latent) == kv_cache_per_token(latent, 8) == KvCache(61 * 576 * 2, 61)
+    assert kv_cache_per_token(latent, 8) == KvCache(61 * 576 * 2, 61, 8)
 
 
 def test_a_nested_config_is_read() -> None:
@@ -66,7 +66,7 @@ def test_a_nested_config_is_read() -> None:
 
 def test_layers_with_a_bounded_cache_are_named_and_not_counted() -> None:
     hybrid = {**GROUPED, "layer_types": ["sliding_attention", "full_attention"] * 5}
-    assert kv_cache_per_token(hybrid) == KvCache(5 * 2 * 4 * 128 * 2, 5, "5 layers of bounded cache are not counted")
+    assert kv_cache_per_token(hybrid) == KvCache(5 * 2 * 4 * 128 * 2, 5, 1, "5 layers of bounded cache are not counted")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,14 @@ def test_copies_that_only_make_it_worse_are_named() -> None:
 
 def test_redundancy_costs_memory_and_the_cache_it_displaces() -> None:
     cost = texts(replace(GOOD, extra_bytes_per_rank=2 * 2**30, kv_cache=KvCache(2**18, 94)), "cost")
-    assert "2.00 GiB on every rank" in cost and "8,192 tokens of KV cache (256 KiB a token in 94 layers)" in cost
+    assert (
+        "2.00 GiB on every rank" in cost
+        and "8,192 tokens of KV cache (256 KiB a token in 94 layers, tensor-parallel size 1)" in cost
+    )
+
+
+def test_a_small_cost_is_not_shown_as_nothing() -> None:
+    assert "take 1.50 MiB on every rank" in texts(replace(GOOD, extra_bytes_per_rank=1.5 * 2**20), "cost")
 
 
 def test_nothing_extra_costs_nothing() -> None:

@@ -131,7 +131,17 @@ def test_a_plan_from_other_loads_is_scored_as_held_out(loads: ExpertLoads, place
     other = make_report(loads, [NamedPlan("p", placement)], profile="l", profile_sha256="cd" * 32)
     assert other.plan is not None and other.plan.in_sample is False
     assert other.held_out_per_window == pytest.approx(other.plan.per_window)
-    assert "not made from" in render(other)
+    assert "made from another file" in render(other)
+
+
+def test_another_file_that_may_hold_the_same_windows_earns_no_better_verdict(
+    loads: ExpertLoads, placement: Placement
+) -> None:
+    """A plan of several joined profiles has seen the windows of each, and its digest does not tell."""
+    other = make_report(loads, [NamedPlan("p", placement)], profile="l", profile_sha256="cd" * 32)
+    promised = placement.provenance.balancedness["held_out"]
+    assert promised is not None and other.plan is not None and promised < other.plan.balancedness
+    assert other.advice is not None and f"in {100 * (1 - promised):.1f} % with this plan" in other.advice.verdict
 
 
 def test_a_plan_that_names_no_loads_is_not_called_held_out(loads: ExpertLoads, placement: Placement) -> None:

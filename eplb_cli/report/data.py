@@ -72,7 +72,8 @@ class Layout:
         strategy: how a plan was made, when it says so.
         ep_size, num_redundant_experts, slots_per_rank: G, R, S.
         initial: index of the initial layout of the same G and R in `Report.layouts`.
-        in_sample: True when the plan was made from these very loads, False when from others, None when it does not say.
+        in_sample: True when the plan was made from this very file, False when from another, None when it does not say.
+            Another file may hold the same windows (a join of several profiles does), so False proves nothing unseen.
         balancedness: over windows and layers.
         recorded_held_out: the held-out figure that the plan file records.
         bound: upper bound of any placement of this size on these loads.
@@ -510,10 +511,10 @@ def _situation(
     model: ModelFacts | None,
     tensor_parallel_size: int,
 ) -> Situation:
-    if plan.in_sample is not False and plan.recorded_held_out is not None:
-        unseen: float | None = plan.recorded_held_out
-    else:
-        unseen = None if held_out is None else float(_ratio(held_out[0].sum(), held_out[1].sum()))
+    unseen = None if held_out is None else float(_ratio(held_out[0].sum(), held_out[1].sum()))
+    if plan.recorded_held_out is not None:
+        # On another file the score counts, unless it looks better than the planner itself promised: see `in_sample`.
+        unseen = min(plan.recorded_held_out, unseen or 1.0) if plan.in_sample is False else plan.recorded_held_out
     return describe_situation(
         loads,
         placement,

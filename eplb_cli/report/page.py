@@ -76,9 +76,9 @@ def _summary(report: Report) -> list[tuple[str, str, str]]:
         before = report.layouts[plan.initial]
         tiles.append((f"{before.balancedness:.3f}", "balancedness now", f"{before.name}, on these loads"))
         tiles.append((f"{plan.balancedness:.3f}", f"balancedness with {plan.name}", _provenance(plan)))
-        if plan.in_sample is not False and plan.recorded_held_out is not None:
+        if plan.recorded_held_out is not None:
             interval = ""
-            if report.held_out_interval is not None:
+            if report.held_out_interval is not None and plan.in_sample is not False:
                 interval = "; 90 % interval {:.3f} to {:.3f} with little search".format(*report.held_out_interval)
             tiles.append(
                 (
@@ -102,7 +102,9 @@ def _summary(report: Report) -> list[tuple[str, str, str]]:
 def _provenance(plan: Layout) -> str:
     if plan.in_sample is None:
         return "on these loads; the plan does not say which loads it was made from"
-    return "on the loads it was made from" if plan.in_sample else "on loads it was not made from: held out"
+    if plan.in_sample:
+        return "on the loads it was made from"
+    return "on another file than it was made from: held out, unless that holds these windows too"
 
 
 def _worst(report: Report) -> list[dict[str, Any]]:
