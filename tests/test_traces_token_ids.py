@@ -13,7 +13,8 @@ from eplb_cli.errors import TraceError, UsageError
 from eplb_cli.loads import ModelShape
 from eplb_cli.placement import Placement
 from eplb_cli.traces import ReadOptions, read_traces
-from eplb_cli.traces.counting import BadExpertIdError, count_token_ids
+from eplb_cli.traces.bit_counting import count_sets
+from eplb_cli.traces.counting import BadExpertIdError, Loop, count_token_ids
 
 MODEL = ModelShape("Qwen3MoeForCausalLM", 8, 2, 5, (1, 3))
 
@@ -64,14 +65,47 @@ def test_the_compiled_loop_equals_numpy(dtype: type, experts: int, tokens: int, 
     ids = rng.integers(low, high, (tokens, 3, 4), endpoint=bool(rng.integers(2))).astype(dtype)
     layers = np.array([0, 2])
 
-    def run(compiled: bool) -> tuple[object, ...]:
+    def run(loop: Loop) -> tuple[object, ...]:
         try:
-            tally = count_token_ids(ids, layers, experts, ignore, compiled=compiled)
+            tally = count_token_ids(ids, layers, experts, ignore, loop)
         except BadExpertIdError as bad:
             return bad.row, bad.layer, bad.column, bad.value
         return tally.counts.tolist(), tally.tokens, tally.padding_rows, tally.padding_ids, tally.ignored_ids
 
-    assert run(True) == run(False)
+    assert run(Loop.compiled) == run(Loop.numpy)
+    assert run(Loop.sets) == run(Loop.numpy)
+
+
+@pytest.mark.parametrize("k", [4, 8])
+@pytest.mark.parametrize("tokens", [16, 17, 31, 32, 1000, 65_535])
+def test_sets_equal_the_plain_counts(k: int, tokens: int) -> None:
+    ids = np.tile(random_ids(997, 3, k, 128), (tokens // 997 + 1, 1, 1))[:tokens]
+    layers = np.array([0, 2])
+    expected = np.stack([np.bincount(ids[:, layer].ravel(), minlength=128) for layer in layers])
+    assert (count_sets(ids, layers) == expected).all()
+
+
+def test_counters_of_sets_reach_their_last_bit() -> None:
+    ids = np.tile(np.arange(8, dtype=np.uint8), (65_535, 1, 1))
+    assert count_sets(ids, np.array([0]))[0].tolist() == [65_535] * 8 + [0] * 120
+
+
+@pytest.mark.parametrize("row", [3, 99])
+@pytest.mark.parametrize("bad", [128, 255])
+def test_ids_that_no_set_holds_are_left_to_the_other_loop(row: int, bad: int) -> None:
+    ids = random_ids(100, 3, 8, 128)
+    ids[row, 1, 2] = bad
+    assert count_sets(ids, np.array([0, 1])) is None
+    assert count_sets(ids, np.array([0, 2])) is not None
+
+
+@pytest.mark.parametrize("row", [3, 99])
+def test_a_pick_made_twice_is_left_to_the_other_loop(row: int) -> None:
+    ids = random_ids(100, 3, 8, 128)
+    ids[row, 1, 2] = ids[row, 1, 3]
+    tally = count_token_ids(ids, np.array([1]), 128, loop=Loop.sets)
+    assert (count_sets(ids, np.array([1])) is None) == (row < 96)
+    assert (tally.counts[0] == np.bincount(ids[:, 1].ravel(), minlength=128)).all()
 
 
 def test_column_major_arrays_read_the_same(tmp_path: Path) -> None:

@@ -7,17 +7,31 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BadExpertIdError", "OrderedPool", "Tally", "count_token_ids"]
+from eplb_cli.traces.bit_counting import count_sets
+
+__all__ = ["BadExpertIdError", "Loop", "OrderedPool", "Tally", "count_token_ids"]
 
 PADDING = -1
 
 T = TypeVar("T")
+
+
+class Loop(StrEnum):
+    """How ids are counted."""
+
+    numpy = "numpy"
+    """At once, without compiling anything."""
+    compiled = "compiled"
+    """A second to compile, then some fifteen times as fast."""
+    sets = "sets"
+    """Three seconds to compile, then twice as fast again for one-byte ids where it applies; else as `compiled`."""
 
 
 class BadExpertIdError(Exception):
@@ -52,8 +66,7 @@ def count_token_ids(
     layers: npt.NDArray[np.int64],
     num_experts: int,
     ignore: int | None = None,
-    *,
-    compiled: bool = False,
+    loop: Loop = Loop.numpy,
 ) -> Tally:
     """Count the picks of each expert in each of some layers.
 
@@ -62,13 +75,15 @@ def count_token_ids(
         layers: int64 [L], positions on the layer axis that are counted.
         num_experts: E; every id must be below.
         ignore: a placeholder id that is left out.
-        compiled: use the compiled loop (a second to compile, then some twenty times the speed).
+        loop: how; all give the same.
 
     Raises:
         BadExpertIdError: an id is below -1, or E and above, in one of the layers.
     """
-    columns = _compiled_columns if compiled else _numpy_columns
-    table = columns(ids, layers, num_experts, ignore)
+    if loop is Loop.numpy:
+        table = _numpy_columns(ids, layers, num_experts, ignore)
+    else:
+        table = _compiled_columns(ids, layers, num_experts, ignore, sets=loop is Loop.sets)
     if table[:, -1].any():
         _raise_bad(ids, layers, num_experts, ignore)
     padding, ignored = int(table[:, 0].sum()), int(table[:, 1].sum())
@@ -98,12 +113,16 @@ def _numpy_columns(
 
 
 def _compiled_columns(
-    ids: npt.NDArray[np.integer], layers: npt.NDArray[np.int64], num_experts: int, ignore: int | None
+    ids: npt.NDArray[np.integer], layers: npt.NDArray[np.int64], num_experts: int, ignore: int | None, *, sets: bool
 ) -> npt.NDArray[np.int64]:
     table = np.zeros((len(layers), num_experts + 3), np.int64)
     if ids.dtype == np.uint8:
         raw = np.zeros((len(layers), 256), np.uint32)
-        byte_loop()(ids, layers, raw)
+        counted = count_sets(ids.view(np.uint8), layers) if sets and num_experts <= 128 else None
+        if counted is None:
+            byte_loop()(ids, layers, raw)
+        else:
+            raw[:, :128] = counted
         known = min(num_experts, 256)
         table[:, 2 : 2 + known] = raw[:, :known]
         table[:, -1] = raw[:, known:].sum(1)

@@ -29,6 +29,10 @@ HEAD_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 30
 """A JSONL record longer than this is refused: no recorder writes one."""
 CHUNK_BYTES = 4 << 20
+SAMPLED_FROM_BYTES = 4 << 30
+"""Files from this size on are digested in samples: a digest of all would take longer than the reading."""
+SAMPLES = 256
+SAMPLE_BYTES = 1 << 20
 
 
 class Container(StrEnum):
@@ -89,10 +93,10 @@ def read_array_header(stream: BinaryIO, name: str) -> ArrayHeader:
 class _HashingReader(io.RawIOBase):
     """Reads a file from its start to its end, digesting and reporting what passes."""
 
-    def __init__(self, path: Path, advance: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, advance: Callable[[int], None], *, digest: bool) -> None:
         self._stream = path.open("rb", buffering=0)
         self._advance = advance
-        self.digest = hashlib.sha256()
+        self.digest = hashlib.sha256() if digest else None
         self.position = 0
 
     def readable(self) -> bool:
@@ -104,7 +108,8 @@ class _HashingReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = self._stream.readinto(view) or 0
-        self.digest.update(view[:count])
+        if self.digest is not None:
+            self.digest.update(view[:count])
         self.position += count
         self._advance(count)
         return count
@@ -205,21 +210,34 @@ class TraceFile:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the whole content."""
+        """Hex digest of the whole content; for huge files of samples, and then it says so."""
         if self._sha256 is None:
-            self._sha256 = sha256_of_file(self.path)
+            self._sha256 = _sampled_digest(self.path, self.size) if self._is_huge else sha256_of_file(self.path)
         return self._sha256
+
+    @property
+    def identity(self) -> str:
+        """A digest that two files share only when all their bytes are the same."""
+        return sha256_of_file(self.path) if self._is_huge else self.sha256
+
+    @property
+    def _is_huge(self) -> bool:
+        return self.size >= SAMPLED_FROM_BYTES
 
     def stream(self) -> _HashingReader:
         """Open for reading from start to end, once; `finish` keeps the digest."""
-        return _HashingReader(self.path, self._advance)
+        return _HashingReader(self.path, self._advance, digest=not self._is_huge)
 
     def finish(self, stream: _HashingReader) -> None:
         """Keep the digest of a stream that was read to its end."""
         buffer = bytearray(HEAD_BYTES)
         while stream.readinto(buffer):
             pass
-        self._sha256 = stream.digest.hexdigest()
+        self._keep_digest(stream)
+
+    def _keep_digest(self, stream: _HashingReader) -> None:
+        if stream.digest is not None:
+            self._sha256 = stream.digest.hexdigest()
 
     def read_bytes(self) -> bytes:
         """The whole content, digested."""
@@ -274,7 +292,7 @@ class TraceFile:
                 yield number, _loads(line), False
             except ValueError as error:
                 broken = (number, str(error))
-        self._sha256 = stream.digest.hexdigest()
+        self._keep_digest(stream)
         if broken:
             yield broken[0], None, True
 
@@ -364,6 +382,17 @@ class TraceFile:
         """Let go of parsed content; it can be read again."""
         for name in ("document", "first_record", "torch_object"):
             self.__dict__.pop(name, None)
+
+
+def _sampled_digest(path: Path, size: int) -> str:
+    """`sampled-` and the SHA-256 of the size and of evenly spaced pieces, the first and the last among them."""
+    digest = hashlib.sha256(str(size).encode())
+    last = max(0, size - SAMPLE_BYTES)
+    with path.open("rb", buffering=0) as stream:
+        for index in range(SAMPLES):
+            stream.seek(last * index // (SAMPLES - 1))
+            digest.update(stream.read(SAMPLE_BYTES))
+    return f"sampled-{digest.hexdigest()}"
 
 
 def tensor_to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:

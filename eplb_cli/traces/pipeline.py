@@ -14,6 +14,7 @@ from eplb_cli.loads import PHASES, ExpertLoads, ModelShape, Source
 from eplb_cli.traces import checks
 from eplb_cli.traces.counting import (
     BadExpertIdError,
+    Loop,
     OrderedPool,
     Tally,
     count_token_ids,
@@ -42,6 +43,8 @@ MAX_TOKEN_WINDOWS = 1024
 MAX_COUNTS_BYTES = 4 << 30
 """What an explicit --window-tokens may ask for."""
 PIECE_BYTES = 4 << 20
+SETS_FROM_BYTES = 4 << 30
+"""Recordings from this size on are worth compiling the fastest loop."""
 COMPILED_AFTER_IDS = 32 << 20
 """Ids that numpy counts before the compiled loop takes over: about the time that compiling takes."""
 
@@ -231,7 +234,7 @@ class _Collector:
         while start < len(block.ids):
             fill = self.token_fill.get(phase, 0)
             stop = min(len(block.ids), start + size - fill, start + most)
-            self._submit(block, rows, fold, start, stop, phase)
+            self._submit(block, rows, fold, start, stop, phase, recording)
             self.token_fill[phase] = fill + stop - start
             if self.token_fill[phase] == size:
                 self.token_fill[phase] = 0
@@ -246,17 +249,20 @@ class _Collector:
         start: int,
         stop: int,
         phase: int,
+        recording: Recording,
     ) -> None:
         ids = block.ids[start:stop]
         assert self.num_experts is not None  # noqa: S101
         width = self.num_experts if fold is None else fold.shape[1]
-        compiled = self.submitted_ids >= COMPILED_AFTER_IDS
+        loop = Loop.numpy
+        if self.submitted_ids >= COMPILED_AFTER_IDS:
+            loop = Loop.sets if recording.size >= SETS_FROM_BYTES else Loop.compiled
         self.submitted_ids += ids.size
         ignore = self.options.ignore_expert_id
 
         def work() -> Tally:
             try:
-                return count_token_ids(ids, rows.positions, width, ignore, compiled=compiled)
+                return count_token_ids(ids, rows.positions, width, ignore, loop)
             except BadExpertIdError as bad:
                 raise self._bad_id(block, rows, start, bad, width) from None
 

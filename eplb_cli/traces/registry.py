@@ -218,7 +218,7 @@ def _keep_replicas_once(recordings: list[tuple[Reader, Recording]], options: Rea
         for recording in own:
             kept = []
             for file in recording.files:
-                first = first_of.setdefault(file.sha256, file) if sizes[file.size] > 1 else file
+                first = first_of.setdefault(file.identity, file) if sizes[file.size] > 1 else file
                 if first is file:
                     kept.append(file)
                 else:
