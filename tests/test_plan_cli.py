@@ -162,3 +162,46 @@ def test_a_plan_that_does_not_hold_out_is_not_recommended(eplb: Eplb, tmp_path: 
     loads.save(tmp_path / "loads.safetensors")
     run = eplb("plan", tmp_path / "loads.safetensors", "--ep-size", 4, "--dry-run")
     assert "Not worth it" in run.out and "Next: eplb convert" not in run.out
+
+
+def test_profiles_mix_by_weight(eplb: Eplb, profile: Path, tmp_path: Path) -> None:
+    mixed = eplb("plan", f"{profile}*0.7", f"{profile}*0.3", "--ep-size", 4, "-o", tmp_path / "mixed")
+    assert mixed.code == 0
+    eplb("plan", profile, profile, "--ep-size", 4, "-o", tmp_path / "joined")
+    digests = [Placement.load(tmp_path / name).provenance.profile_sha256 for name in ("mixed", "joined")]
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [(["{}*much"], "the weight 'much' is not a number"), (["{}*0.7", "{}"], "weigh all of them")]
+)
+def test_weights_that_say_nothing_are_refused(eplb: Eplb, profile: Path, names: list[str], message: str) -> None:
+    run = eplb("plan", *(name.format(profile) for name in names), "--ep-size", 4, "--dry-run")
+    assert run.code == 2
+    assert message in run.err
+
+
+def test_moves_are_bounded_by_number_or_share_and_the_curve_is_shown(eplb: Eplb, profile: Path, tmp_path: Path) -> None:
+    eplb("plan", profile, "--ep-size", 4, "--strategy", "mean", "-o", tmp_path / "first.json")
+    for limit, most in (("3", 3), ("10%", 4)):
+        options = ["--previous", tmp_path / "first.json", "--max-moves", limit, "--dry-run"]
+        run = eplb("plan", profile, "--ep-size", 4, *options, "--format", "json")
+        assert run.json["moves"] <= most
+        assert run.json["trade_off"][0]["moves"] == 0
+    shown = eplb("plan", profile, "--ep-size", 4, "--previous", tmp_path / "first.json", "--dry-run").out
+    assert "moved slots" in shown
+    assert eplb("plan", profile, "--ep-size", 4, "--previous", tmp_path / "first.json", "--max-moves", "-1").code == 2
+
+
+def test_auto_redundancy_shows_the_table_it_chose_from(eplb: Eplb, profile: Path) -> None:
+    run = eplb("plan", profile, "--ep-size", 4, "--num-redundant-experts", "auto", "--effort", "fast", "--dry-run")
+    assert "GiB per rank" in run.out
+    assert "R = " in run.err
+
+
+def test_node_policies_are_laid_side_by_side(eplb: Eplb, profile: Path) -> None:
+    options = ["--num-nodes", 2, "--num-groups", 4, "--node-policy", "strict", "--dry-run"]
+    run = eplb("plan", profile, "--ep-size", 4, *options)
+    assert all(word in run.out for word in ("off-home load", "flat", "relaxed", "strict"))
+    data = eplb("plan", profile, "--ep-size", 4, *options, "--format", "json").json
+    assert [option["policy"] for option in data["node_policies"]] == ["flat", "relaxed", "strict"]

@@ -152,3 +152,10 @@ def test_confidence_tells_what_was_seen_and_what_is_needed() -> None:
 
 def test_one_window_leaves_the_interval_open() -> None:
     assert make_plan(loads_from(traffic(windows=1)), PlanRequest(8)).confidence.interval is None
+
+
+def test_mean_says_what_windows_would_bring() -> None:
+    several = make_plan(loads_from(traffic()), PlanRequest(8, strategy="mean", effort="fast")).notes
+    assert any("no better than the reference" in note and "--strategy windows reaches" in note for note in several)
+    one = make_plan(loads_from(traffic(windows=1)), PlanRequest(8)).notes
+    assert any("Record windows" in note for note in one)

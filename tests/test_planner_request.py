@@ -66,3 +66,12 @@ def test_sizes_below_the_least_are_refused(request_: dict[str, int]) -> None:
 
 def test_loads_of_another_model_are_refused() -> None:
     assert "the model has 16" in refusal(8, ep_size=2, model=ModelShape(None, 16))
+
+
+@pytest.mark.parametrize("request_", [{"strategy": "best"}, {"effort": "maximal"}, {"node_policy": "hierarchical"}])
+def test_unknown_words_are_told_the_known_ones(request_: dict[str, str]) -> None:
+    assert "is not known; use " in refusal(8, ep_size=2, **request_)
+
+
+def test_moves_need_a_plan_to_count_from() -> None:
+    assert "--max-moves without --previous" in refusal(8, ep_size=2, max_moves=3)

@@ -212,15 +212,8 @@ def _request(
 ) -> PlanRequest:
     from eplb_cli.errors import UsageError
     from eplb_cli.placement import Placement
-    from eplb_cli.planner import EFFORTS, NODE_POLICIES, STRATEGIES, PlanRequest
+    from eplb_cli.planner import PlanRequest
 
-    for name, value, known in (
-        ("--strategy", strategy, STRATEGIES),
-        ("--effort", effort, EFFORTS),
-        ("--node-policy", node_policy, NODE_POLICIES),
-    ):
-        if value not in known:
-            raise UsageError(f"{name} {value!r} is not known", rule=f"use {', '.join(known[:-1])} or {known[-1]}")
     count: int | Literal["auto"] | None = None
     if redundant == "auto":
         count = "auto"
@@ -237,7 +230,7 @@ def _request(
         num_nodes=num_nodes,
         # As in vLLM, a model's groups count only where they split over the nodes; groups asked for must.
         num_groups=num_groups or (model_groups if model_groups and model_groups % max(num_nodes, 1) == 0 else None),
-        strategy=strategy,  # type: ignore[arg-type]  # checked against STRATEGIES above
+        strategy=strategy,  # type: ignore[arg-type]  # the planner refuses what it does not know
         effort=effort,  # type: ignore[arg-type]
         node_policy=node_policy,  # type: ignore[arg-type]
         seed=seed,

@@ -216,6 +216,8 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
     else:
         rows = place(loads.counts, topology, request)
     unseen = cross_validate(loads.counts, topology, request, None if curve is None else previous)
+    if strategy == "mean" and topology.ep_size > 1:
+        notes.append(_remark_on_mean(loads, topology, request, unseen))
 
     initial = np.tile(initial_map(topology.num_experts, topology.num_redundant_experts), (loads.num_layers, 1))
     before, after = (rank_loads(candidate, loads.counts, topology.ep_size) for candidate in (initial, rows))
@@ -465,6 +467,22 @@ def _remarks_on_topology(loads: ExpertLoads, topology: Topology) -> list[str]:
         f"Do not start vLLM with R = {topology.num_redundant_experts} without a plan: its spare slots repeat the first "
         f"experts, whatever their load; balancedness {doubled:.3f}, below the {plain:.3f} of R = 0."
     ]
+
+
+def _remark_on_mean(
+    loads: ExpertLoads, topology: Topology, request: PlanRequest, unseen: npt.NDArray[np.float64] | None
+) -> str:
+    remark = "mean balances the summed load; on traffic it has not seen that is no better than the reference's plan."
+    by_windows = None
+    if unseen is not None:
+        tried = replace(request, strategy="windows", effort="fast", previous=None, max_moves=None)
+        by_windows = cross_validate(loads.counts, topology, tried)
+    if unseen is None or by_windows is None:
+        return f"{remark} Record windows: they are worth 1 to 12 points (docs/planner.md)."
+    return (
+        f"{remark} --strategy windows reaches {balancedness(by_windows):.3f} held out with a fast search, "
+        f"mean {balancedness(unseen):.3f}."
+    )
 
 
 def _confidence(

@@ -103,6 +103,13 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
     Raises:
         UsageError: the sizes do not divide, R is of no use, or the parts of the request contradict each other.
     """
+    for name, value, known in (
+        ("strategy", request.strategy, STRATEGIES),
+        ("effort", request.effort, EFFORTS),
+        ("node-policy", request.node_policy, NODE_POLICIES),
+    ):
+        if value not in known:
+            raise UsageError(f"--{name} {value!r} is not known", rule=f"use {', '.join(known[:-1])} or {known[-1]}")
     if request.model is not None and request.model.num_experts != loads.num_experts:
         raise UsageError(
             f"the loads are of {loads.num_experts} experts, the model has {request.model.num_experts}",

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from eplb_cli.metrics import initial_map, rank_shares
 from eplb_cli.planner.descent import LEAST_GAIN
+from eplb_cli.planner.tournament import over_layers
 
 __all__ = ["stock_map"]
 
@@ -34,9 +35,10 @@ def stock_map(
     # s[i, g]: the part of position i's load that rank g serves.
     shares = rank_shares(slot_position[None], experts, ep_size)[0]
     group = np.arange(experts) // (experts // num_groups)
-    position = _start(loads, shares, group)
-    if ep_size > 1:
-        position = _descend(second_moments, position, shares, group, most_sweeps)
+    start = _start(loads, shares, group)
+    position = over_layers(
+        lambda rows: _descend(second_moments[rows], start[rows], shares, group, most_sweeps), len(loads)
+    )
     return position[:, slot_position]
 
 
@@ -66,41 +68,55 @@ def _start(loads: npt.NDArray[np.number], shares: FloatArray, group: IntArray) -
 def _descend(
     moments: FloatArray, position: IntArray, shares: FloatArray, group: IntArray, most_sweeps: int
 ) -> IntArray:
-    """Swap experts between positions while Q falls; the best partner of each position in turn."""
-    position = position.copy()
+    """Swap experts between positions while Q falls: each position in turn with its best partner.
+
+    Swapping expert a at position i with b at j moves s_i - s_j of both, s_i[g] being the part that rank g serves:
+    dQ = 2 (s_i - s_j) . (Y[:, b] - Y[:, a]) + |s_i - s_j|^2 (C_aa - 2 C_ab + C_bb), with Y = V C as in `descent`.
+    """
+    result = position.copy()
     layers, experts = position.shape
-    distance = ((shares[:, None, :] - shares[None]) ** 2).sum(2)
-    layer = np.arange(layers)[:, None]
-    row = np.arange(layers)
-    # Z[i, e] = sum_g s[i, g] Y[g, e] = sum_j (s_i . s_j) C[expert at j, e]; only pairs that share a rank contribute.
-    overlap = shares @ shares.T
-    products = np.zeros((layers, experts, experts))
+    ranks = shares.shape[1]
+    distance = ((shares[:, None, :] - shares[None]) ** 2).sum(2).astype(np.float32)
+    copies = int((shares > 0).sum(1).max())
+    rank_of = np.argsort(-shares, axis=1, kind="stable")[:, :copies]
+    part_of = np.take_along_axis(shares, rank_of, 1).astype(np.float32)
+    second = moments.astype(np.float32)
+    products = np.zeros((layers, ranks, experts), np.float32)
+    everywhere = np.arange(layers)
     for i in range(experts):
-        near = np.flatnonzero(overlap[i])
-        for j in near:
-            products[:, i] += overlap[i, j] * moments[row, position[:, j]]
-    diagonal = moments.diagonal(axis1=1, axis2=2)
+        for rank, part in zip(rank_of[i], part_of[i], strict=True):
+            products[:, rank] += part * second[everywhere, position[:, i]]
+    active, position = everywhere, position.copy()
     for _ in range(most_sweeps):
-        improved = False
+        row = np.arange(len(active))
+        layer = row[:, None]
+        diagonal = second.diagonal(axis1=1, axis2=2)
+        improved = np.zeros(len(active), bool)
         for i in range(experts):
-            a = position[:, i]
-            b = position
-            mine = products[:, i][layer, b] - products[row, i, a][:, None]
-            theirs = (
-                products[layer, np.arange(experts)[None], b] - products[layer, np.arange(experts)[None], a[:, None]]
-            )
-            spread = diagonal[row, a][:, None] - 2.0 * moments[layer, a[:, None], b] + diagonal[layer, b]
-            change = 2.0 * (mine - theirs) + distance[i][None] * spread
+            a, b = position[:, i], position
+            mine, theirs = np.zeros(b.shape, np.float32), np.zeros(b.shape, np.float32)
+            for k in range(copies):
+                served = products[:, rank_of[i, k]]
+                mine += part_of[i, k] * (served[layer, b] - served[row, a][:, None])
+                ranks_k = rank_of[None, :, k]
+                theirs += part_of[None, :, k] * (products[layer, ranks_k, b] - products[layer, ranks_k, a[:, None]])
+            spread = diagonal[row, a][:, None] - 2.0 * second[row, a][layer, b] + diagonal[layer, b]
+            change = 2.0 * (mine - theirs) + distance[i] * spread
             change[:, group != group[i]] = np.inf
             best = change.argmin(1)
             at = np.flatnonzero(change[row, best] < -LEAST_GAIN)
             if not at.size:
                 continue
-            improved = True
+            improved[at] = True
             j = best[at]
-            moved = moments[at, position[at, j]] - moments[at, a[at]]
-            products[at] += (overlap[:, i][None] - overlap[:, j].T)[:, :, None] * moved[:, None, :]
+            moved = second[at, position[at, j]] - second[at, a[at]]
+            for k in range(copies):
+                products[at, rank_of[i, k]] += part_of[i, k] * moved
+                products[at, rank_of[j, k]] -= part_of[j, k][:, None] * moved
             position[at, i], position[at, j] = position[at, j], a[at]
-        if not improved:
+        result[active] = position
+        if not improved.any():
             break
-    return position
+        if not improved.all():
+            active, position, products, second = (x[improved] for x in (active, position, products, second))
+    return result

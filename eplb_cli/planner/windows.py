@@ -36,13 +36,16 @@ def gram(counts: IntArray, window_total: IntArray) -> npt.NDArray[np.float64]:
     C = sum_t w_t w_t^T / (n_t n), with n_t the load of window t in that layer and n the sum of n_t: each window weighs
     as much as the time it takes. With all experts of the layer in the row, the entries of C sum to 1.
     """
-    by_row, total_by_row = counts.transpose(1, 0, 2), window_total.T
-    total = total_by_row.sum(-1)
-    scale = np.sqrt(np.maximum(total_by_row, 1) * np.maximum(total, 1)[:, None].astype(np.float64))
-    # Cauchy-Schwarz: a column of by_row / scale has norm <= 1, so no sum of products exceeds 2**(2 * GRAM_BITS).
-    scaled = np.rint(by_row / scale[:, :, None] * 2.0**GRAM_BITS)
-    moments: npt.NDArray[np.float64] = (scaled.transpose(0, 2, 1) @ scaled) * 2.0 ** (-2 * GRAM_BITS)
-    return moments
+    _, rows, experts = counts.shape
+    moments = np.empty((rows, experts, experts))
+    # Row by row, so that thousands of windows are never copied as a whole.
+    for row in range(rows):
+        in_window = window_total[:, row]
+        scale = np.sqrt(np.maximum(in_window, 1) * float(max(int(in_window.sum()), 1)))
+        # Cauchy-Schwarz: a column of loads / scale has norm <= 1, so no sum of products exceeds 2**(2 * GRAM_BITS).
+        scaled = np.rint(counts[:, row] / scale[:, None] * 2.0**GRAM_BITS)
+        moments[row] = scaled.T @ scaled
+    return moments * 2.0 ** (-2 * GRAM_BITS)
 
 
 @dataclass(frozen=True, eq=False)
