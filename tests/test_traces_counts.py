@@ -230,12 +230,28 @@ def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_ids_and_counts_of_the_same_shape_are_told_apart(tmp_path: Path) -> None:
-    ids = np.random.default_rng(0).random((50, 2, 16)).argsort(-1)[..., :4]
+    ids = np.random.default_rng(0).random((80, 2, 16)).argsort(-1)[..., :4]
     np.save(tmp_path / "a.npy", ids)
     with pytest.raises(TraceError, match=r"may be .tokens, layers, top-k. or .windows, layers, experts"):
         read_traces([tmp_path / "a.npy"], ReadOptions())
-    assert read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape(None, 16))).loads.tokens.sum() == 50
-    assert read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape(None, 4))).loads.num_windows == 50
+    assert read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape(None, 16))).loads.tokens.sum() == 80
+    assert read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape(None, 4))).loads.num_windows == 80
+
+
+@pytest.mark.parametrize("experts", [4, 8, 16])
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.float64])
+def test_counts_of_few_experts_are_counts_without_being_told(tmp_path: Path, experts: int, dtype: type) -> None:
+    counts = np.random.default_rng(0).integers(0, 1000, (6, 3, experts)).astype(dtype)
+    loads = read_traces([write(tmp_path / "a.npy", counts)], ReadOptions()).loads
+    assert (loads.counts == counts).all()
+
+
+def test_ids_stored_as_floats_are_not_taken_for_counts(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).random((80, 2, 16)).argsort(-1)[..., :4].astype(np.float32)
+    with pytest.raises(TraceError, match=r"may be .tokens, layers, top-k. or .windows, layers, experts"):
+        read_traces([write(tmp_path / "a.npy", ids)], ReadOptions())
+    with pytest.raises(TraceError, match="4 columns a layer, expected 16 experts"):
+        read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape(None, 16)))
 
 
 def test_a_missing_file_is_no_default(tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ from eplb_cli.traces.protocol import ReadOptions
 __all__ = ["array_kind", "sample_rows", "stream_rows"]
 
 MAX_TOP_K = 64
+MAX_UNKNOWN_TOP_K = 16
+MAX_EXPERTS = 1024
 SAMPLE_ROWS = 64
+TELLING_ROWS = 128
 ROWS_BYTES = 8 << 20
 
 Kind = Literal["ids", "counts", "ambiguous", "neither"]
@@ -33,7 +36,7 @@ def array_kind(shape: tuple[int, ...], dtype: np.dtype[Any], sample: npt.NDArray
     """
     if dtype.kind not in "iuf" or len(shape) not in (2, 3):
         return "neither"
-    if len(shape) == 2 or dtype.kind == "f":
+    if len(shape) == 2:
         return "counts"
     last, experts = shape[2], options.num_experts
     plan = options.physical_to_logical
@@ -41,23 +44,29 @@ def array_kind(shape: tuple[int, ...], dtype: np.dtype[Any], sample: npt.NDArray
         return "counts"
     if last > MAX_TOP_K:
         return "counts"
-    if options.top_k == last or dtype.itemsize < 4:
+    known = experts is not None or plan is not None
+    if dtype.kind != "f" and (known or options.top_k == last or dtype.itemsize < 4):
         return "ids"
-    if experts is not None or plan is not None:
-        return "ids"
-    if not _may_be_ids(sample):
-        return "counts"
-    totals = sample.astype(np.float64).sum(2)
-    return "counts" if len(sample) and (totals == totals[:, :1]).all() else "ambiguous"
+    return "ambiguous" if not known and _may_be_ids(sample) else "counts"
 
 
 def _may_be_ids(sample: npt.NDArray[Any]) -> bool:
-    """No token picks an expert twice; rows of padding or zeros (unrecorded layers) tell nothing."""
-    ordered = np.sort(sample.astype(np.int64), axis=-1)
-    told = ordered[(ordered != ordered[..., :1]).any(-1)]
-    told = told if told.ndim == 2 else told.reshape(-1, sample.shape[-1])
+    """Many rows of small whole numbers, none of which is there twice, with sums that differ between layers.
+
+    Counts of that many windows would repeat a number somewhere, or have the same total in every layer of a window.
+    """
+    if not sample.size or not np.isfinite(sample).all() or sample.shape[-1] > MAX_UNKNOWN_TOP_K:
+        return False
+    ordered = np.sort(sample.astype(np.int64), axis=-1).reshape(-1, sample.shape[-1])
+    told = ordered[ordered[:, 0] != ordered[:, -1]]  # rows of padding or zeros tell nothing
     repeated = (told[:, 1:] == told[:, :-1]) & (told[:, 1:] >= 0)
-    return bool(told.size and not repeated.any() and told.max() < 4096)
+    totals = sample.sum(2)
+    return bool(
+        len(told) >= TELLING_ROWS
+        and told.max() < MAX_EXPERTS
+        and not repeated.any()
+        and (totals != totals[:, :1]).any()
+    )
 
 
 def sample_rows(file: TraceFile, header: ArrayHeader) -> npt.NDArray[Any]:

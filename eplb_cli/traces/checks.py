@@ -94,7 +94,8 @@ class CounterHistory:
     def _watch(self, window: Window, last: Window | None) -> None:
         if last is None or self._growing < 0:
             return
-        if (window.counts < last.counts).any() or window.counts.sum() == last.counts.sum():
+        growth = window.counts - last.counts
+        if not growth.size or growth.min() < 0 or growth.min() == growth.max():
             self._growing = -1
             return
         self._growing += 1
