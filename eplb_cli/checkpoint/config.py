@@ -153,7 +153,8 @@ def load_json(file: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, unreadable, or not an object.
     """
     try:
-        document = json.loads(file.read_bytes())
+        # The index of a large model has tens of megabytes; decoded first, it is held once, not twice.
+        document = json.loads(file.read_bytes().decode())
     except FileNotFoundError:
         raise CheckpointError("no such file", file=file) from None
     except OSError as error:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,11 +278,11 @@ class Conversion:
         for name, content in self.small_files.items():
             if name != "config.json":
                 transaction.write_small(name, content)
-        transaction.write_small(PROVENANCE_FILE, _json(self._provenance()))
+        transaction.write_text(PROVENANCE_FILE, _json(self._provenance()))
         transaction.write_small("config.json", self.small_files["config.json"])
         # The index comes last: without it no loader takes the folder for complete.
         if self.rewrite.index_name is not None:
-            transaction.write_small(self.rewrite.index_name, _json(self._index()))
+            transaction.write_text(self.rewrite.index_name, _json(self._index()))
 
     def _index(self) -> dict[str, Any]:
         metadata = {**self.source.index_metadata, "total_size": self.rewrite.data_bytes}
@@ -506,5 +506,7 @@ def _is_finished(transaction: Transaction, shard: OutputShard) -> bool:
         return stream.read(len(shard.header)) == shard.header
 
 
-def _json(document: Any) -> bytes:
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+def _json(document: Any) -> Iterator[str]:
+    """JSON text in small pieces: the list of tensors of a large model has tens of megabytes."""
+    yield from json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
+    yield "\n"

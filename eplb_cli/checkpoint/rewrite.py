@@ -41,6 +41,9 @@ CLONE_BLOCK = 4096
 """Block size to which file systems that share extents align them (XFS and btrfs defaults)."""
 
 _PHYSICAL_SHARD_BYTES = 5_000_000_000
+_MOST_RESIDUES = 16
+_WORTH_A_FILE = 256 << 20
+"""A group of tensors gets files of its own from this average size on, and at most so many groups do."""
 
 
 class Layout(StrEnum):
@@ -293,7 +296,7 @@ def _physical_groups(
                 shared.append(_gathered(source, name, rows[role.layer]))
             else:
                 shared.append(_whole(source, name, name))
-    yield from _cut(shared, max_shard_bytes, "model-shared-{:05d}-of-{:05d}.safetensors")
+    yield from _cut_by_residue(shared, max_shard_bytes, "model-shared-{:05d}-of-{:05d}.safetensors")
     per_expert_layers = [layer for layer in rows if (layer, 0) in by_expert]
     if not per_expert_layers:
         return
@@ -307,11 +310,34 @@ def _physical_groups(
             for name in by_expert[layer, rows[layer][slot]]
         ]
         stem = f"model-ep{rank:0{width}d}-of-{ranks:0{width}d}"
-        yield from _cut(tensors, max_shard_bytes, stem + "-{:05d}-of-{:05d}.safetensors")
+        yield from _cut_by_residue(tensors, max_shard_bytes, stem + "-{:05d}-of-{:05d}.safetensors")
 
 
 def _cut(tensors: Sequence[OutputTensor], limit: int, template: str) -> list[tuple[str, list[OutputTensor]]]:
     """Cut a list of tensors into files of at most `limit` bytes, in order; a larger tensor gets a file of its own."""
+    return _named(_split(tensors, limit), template)
+
+
+def _cut_by_residue(tensors: Sequence[OutputTensor], limit: int, template: str) -> list[tuple[str, list[OutputTensor]]]:
+    """The same, with tensors from like places in a block together, so that a file system can share their blocks.
+
+    Only one remainder modulo the block size fits a file. Where the source's files have few of them, each gets files of
+    its own; tensors that would shift those after them come last.
+    """
+    classes: dict[int, list[OutputTensor]] = {}
+    for tensor in tensors:
+        shifts = any(piece.length % CLONE_BLOCK for piece in tensor.pieces) or not tensor.pieces
+        classes.setdefault(-1 if shifts else tensor.pieces[0].offset % CLONE_BLOCK, []).append(tensor)
+    shifting = classes.pop(-1, [])
+    total = sum(tensor.nbytes for tensor in tensors)
+    if len(classes) > 1 and (len(classes) > _MOST_RESIDUES or total < len(classes) * _WORTH_A_FILE):
+        classes = {0: [tensor for group in classes.values() for tensor in group]}
+    groups = list(classes.values()) or [[]]
+    groups[-1] = groups[-1] + shifting
+    return _named([part for group in groups for part in _split(group, limit)], template)
+
+
+def _split(tensors: Sequence[OutputTensor], limit: int) -> list[list[OutputTensor]]:
     groups: list[list[OutputTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -320,7 +346,11 @@ def _cut(tensors: Sequence[OutputTensor], limit: int, template: str) -> list[tup
             size = 0
         groups[-1].append(tensor)
         size += tensor.nbytes
-    return [(template.format(number, len(groups)), group) for number, group in enumerate(groups, 1) if group]
+    return [group for group in groups if group]
+
+
+def _named(groups: Sequence[list[OutputTensor]], template: str) -> list[tuple[str, list[OutputTensor]]]:
+    return [(template.format(number, len(groups)), group) for number, group in enumerate(groups, 1)]
 
 
 def _whole(source: Checkpoint, name: str, new_name: str) -> OutputTensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -229,12 +230,12 @@ def _shard_names(folder: Path, files: list[str], index_name: str | None) -> tupl
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("has no weight_map", file=file)
-    names: list[str] = []
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or name.startswith("."):
             raise CheckpointError(f"maps to {name!r}", file=file, tensor=tensor, rule="shards lie beside the index")
-        names.append(name)
-    listed = sorted(set(names), key=natural_key)
+    # The headers bring the same names; interned, they are held once.
+    index["weight_map"] = weight_map = {sys.intern(tensor): sys.intern(name) for tensor, name in weight_map.items()}
+    listed = sorted(set(weight_map.values()), key=natural_key)
     missing = [name for name in listed if name not in present]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -106,6 +106,14 @@ class Transaction:
         """
         self._write_file(name, [content])
 
+    def write_text(self, name: str, pieces: Iterable[str]) -> None:
+        """Write a text that comes in small pieces.
+
+        Raises:
+            OutputError: the device refuses.
+        """
+        self._write_file(name, _encoded(pieces))
+
     def copy_file(self, name: str, source: Path) -> None:
         """Copy a file that is not weights, whole.
 
@@ -247,6 +255,16 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _encoded(pieces: Iterable[str]) -> Iterator[bytes]:
+    batch: list[str] = []
+    for piece in pieces:
+        batch.append(piece)
+        if len(batch) >= 10_000:
+            yield "".join(batch).encode()
+            batch = []
+    yield "".join(batch).encode()
 
 
 def _blocks(file: Path) -> Iterator[bytes]:

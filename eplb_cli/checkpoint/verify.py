@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -385,23 +385,21 @@ def _check_bytes(
     by_shard: dict[str, list[str]] = {}
     for name in names:
         by_shard.setdefault(output.shard_of[name], []).append(name)
-    jobs: list[list[_Comparison]] = []
-    for members in by_shard.values():
-        members.sort(key=lambda name: output.tensors[name].begin)
-        comparisons = [item for name in members for item in _comparisons(source, output, name, expected[name], level)]
-        jobs += _cut(comparisons)
     wrong: set[str] = set()
     with ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1))) as pool:
-        for found in pool.map(lambda job: _compare(source, output, job, progress), jobs):
-            for name, row, byte in found:
-                if name not in wrong:
-                    place = f"tensor {name}" if row is None else f"tensor {name}, row {row}"
-                    origin = expected[name].origin
-                    problems.add(
-                        f"{output.folder / output.shard_of[name]}, {place}: differs from the source's {origin} "
-                        f"at byte {byte}"
-                    )
-                wrong.add(name)
+        for members in by_shard.values():
+            members.sort(key=lambda name: output.tensors[name].begin)
+            ranges = (item for name in members for item in _comparisons(source, output, name, expected[name], level))
+            for found in pool.map(lambda job: _compare(source, output, job, progress), _cut(ranges)):
+                for name, row, byte in found:
+                    if name not in wrong:
+                        place = f"tensor {name}" if row is None else f"tensor {name}, row {row}"
+                        origin = expected[name].origin
+                        problems.add(
+                            f"{output.folder / output.shard_of[name]}, {place}: differs from the source's {origin} "
+                            f"at byte {byte}"
+                        )
+                    wrong.add(name)
     for name in names:
         new_ids = expected[name].new_ids
         if new_ids is not None and not _same_ids(source, output, name, new_ids):
@@ -438,7 +436,7 @@ def _comparisons(
             )
 
 
-def _cut(comparisons: Sequence[_Comparison]) -> Iterator[list[_Comparison]]:
+def _cut(comparisons: Iterable[_Comparison]) -> Iterator[list[_Comparison]]:
     """Pieces of work of about 64 MiB or a thousand ranges."""
     job: list[_Comparison] = []
     size = 0
