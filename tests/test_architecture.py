@@ -23,7 +23,7 @@ ALLOWED = {
     "planner": BASE,
     "exports": BASE,
     "checkpoint": BASE | {"models"},
-    "vllm_plugin": BASE,
+    "vllm_plugin": BASE | {"planner"},
     "serve": BASE | {"checkpoint", "vllm_plugin"},
     "versions": set(),
     "doctor": BASE | {"serve", "vllm_plugin", "versions"},

@@ -27,6 +27,7 @@ COMMANDS: tuple[str, ...] = (
     "convert",
     "verify",
     "serve",
+    "record",
     "export",
     "import_",
     "report",

@@ -23,7 +23,7 @@ from eplb_cli.placement import PLAN_FILE, Placement
 from eplb_cli.serve.arguments import EngineArguments, read_arguments
 from eplb_cli.vllm_plugin.settings import VARIABLES, Layout, Policy, Settings
 
-__all__ = ["Launch", "plugin_names", "prepare", "vllm_command"]
+__all__ = ["Launch", "plugin_names", "prepare", "vllm_command", "without_plan"]
 
 NEVER_STEPS = 1_000_000_000
 """The largest rebalance interval that any vLLM takes; the plugin sets a longer one."""
@@ -98,6 +98,8 @@ def prepare(
     policy: Policy | None = None,
     record: Path | None = None,
     record_steps: int = Settings.record_steps,
+    max_moves: int | None = None,
+    min_gain: float = Settings.min_gain,
     dry_run: bool = False,
 ) -> Launch:
     """Check everything that can be checked before vLLM starts, and derive its flags from the plan.
@@ -108,6 +110,7 @@ def prepare(
         arguments: for `vllm serve`.
         policy: who rearranges at run time; None leaves it to vLLM's policy where EPLB runs at all.
         record: a folder to record expert loads to.
+        max_moves, min_gain: bounds of the "eplb" policy, see `Settings`.
         dry_run: allow that no vLLM is installed here.
 
     Raises:
@@ -138,7 +141,7 @@ def prepare(
     use_eplb = bool(given.enable_eplb)
     _check_partners(given)
     if placement is None and policy is not None:
-        raise UsageError("--static without a plan", rule="give --plan PLAN")
+        raise UsageError("a run-time policy without a plan", rule="--static and --runtime-policy need --plan")
     if placement is not None:
         _check_model(model, plan, placement, layout)
         flags += _parallel_flags(given, placement, notes)
@@ -157,6 +160,8 @@ def prepare(
             plan=plan.resolve(),
             layout=layout,
             policy=policy or "vllm",
+            max_moves=max_moves,
+            min_gain=min_gain,
         )
     if record is not None:
         settings = replace(
@@ -187,6 +192,24 @@ def prepare(
     )
     _ask_vllm(launch, dry_run)
     return launch
+
+
+def without_plan(launch: Launch, model: str) -> Launch:
+    """The same server of the unconverted `model` without EPLB and without the plugin, to compare with."""
+    start = launch.command.index("serve") + 2
+    dropped = {"--enable-eplb"}
+    tokens = [token for token in launch.command[start:] if token not in dropped]
+    if "--eplb-config" in tokens:
+        index = tokens.index("--eplb-config")
+        del tokens[index : index + 2]
+    return replace(
+        launch,
+        command=(*launch.command[: start - 1], model, *tokens),
+        environment={},
+        settings=None,
+        layout="source",
+        plan_sha256=None,
+    )
 
 
 def _layout(folder: Path) -> tuple[Layout, Placement | None]:
@@ -291,7 +314,7 @@ def _parallel_flags(given: EngineArguments, placement: Placement, notes: list[st
 
 def _wants_eplb(given: EngineArguments, placement: Placement, layout: Layout, policy: Policy | None) -> bool:
     """A relabelled checkpoint without copies is served as planned by expert parallelism alone; all else needs EPLB."""
-    needed = layout != "stock" or placement.num_redundant_experts > 0
+    needed = layout != "stock" or placement.num_redundant_experts > 0 or policy == "eplb"
     if needed and given.enable_eplb is False:
         redundant = placement.num_redundant_experts
         why = f"the plan has {redundant} redundant experts" if redundant else "vLLM starts from a plan through EPLB"
@@ -352,9 +375,11 @@ def _mode_notes(
             "Static: no rebalancing, no load recording and no rebalancing thread. What stays is EPLB's own cost: one "
             "small kernel per MoE layer that maps experts to slots, and no monolithic MoE kernels."
         ]
+    if policy == "eplb":
+        return ["eplb's planner rebalances at run time from the live placement, a bounded number of slots at a time."]
     return [
         "vLLM's own policy rebalances a full interval after the start and does not keep the plan. Pass --static to "
-        "keep it."
+        "keep it, or --runtime-policy eplb to adapt it in small steps."
     ]
 
 

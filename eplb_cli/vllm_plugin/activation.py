@@ -28,12 +28,10 @@ def activate() -> None:
     if settings.plan is not None:
         _start_from_plan(settings, Placement.load(settings.plan))
     if settings.record_dir is not None:
-        from eplb_cli.vllm_plugin import recorder
+        from eplb_cli.vllm_plugin.recorder import count_steps, record_after_loading
 
-        when_imported(
-            "vllm.model_executor.model_loader.base_loader", functools.partial(recorder.record_after_loading, settings)
-        )
-        when_imported("vllm.v1.worker.worker_base", recorder.count_steps)
+        when_imported("vllm.model_executor.model_loader.base_loader", functools.partial(record_after_loading, settings))
+        when_imported("vllm.v1.worker.worker_base", count_steps)
     _done = True
 
 

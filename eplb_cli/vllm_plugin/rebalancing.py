@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.loads import ExpertLoads
 from eplb_cli.metrics import balancedness, rank_loads
 from eplb_cli.placement import Placement
+from eplb_cli.planner import PlanRequest, make_plan
 from eplb_cli.vllm_plugin.settings import Settings
 from eplb_cli.vllm_plugin.status import write_record
 
@@ -69,11 +71,36 @@ class WatchedPolicy:
             if self._ep_rank == 0:
                 logger.info("eplb: no load in the window; the placement stays as it is")
             return self._answer(rows, old)
-        result = self._policy.rebalance_experts(*args, **kwargs)
-        proposal = (result[0] if isinstance(result, tuple) else result).cpu().numpy().astype(np.int32)
+        if self._settings.policy == "eplb":
+            proposal = self._propose(loads, rows)
+        else:
+            result = self._policy.rebalance_experts(*args, **kwargs)
+            proposal = (result[0] if isinstance(result, tuple) else result).cpu().numpy().astype(np.int32)
         new = np.where(loaded[:, None], proposal, rows)
         self._report(loads, rows, new)
         return self._answer(new, old)
+
+    def _propose(self, loads: npt.NDArray[np.int64], rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The live placement with as few slots changed as help most, or as it is when that gains too little.
+
+        Seeded, and the same on every rank.
+        """
+        layers = np.arange(len(rows), dtype=np.int32)
+        live = Placement(rows, layers, loads.shape[1], self._ep_size)
+        max_moves = self._settings.max_moves
+        request = PlanRequest(
+            ep_size=self._ep_size,
+            num_redundant_experts=live.num_redundant_experts,
+            strategy="mean",
+            effort="fast",
+            folds=0,
+            previous=live,
+            max_moves=max(1, rows.size // 20) if max_moves is None else max_moves,
+        )
+        window = ExpertLoads(loads[None], np.zeros(1, np.int64), layers)
+        proposal = make_plan(window, request).placement.physical_to_logical
+        before, after = (balancedness(rank_loads(rows_, window.counts, self._ep_size)) for rows_ in (rows, proposal))
+        return proposal if after - before >= self._settings.min_gain else rows
 
     def _answer(self, new: npt.NDArray[np.int32], old: Tensor) -> Any:
         """`new` in the form in which this vLLM's policies answer."""

@@ -14,8 +14,8 @@ __all__ = ["VARIABLES", "Layout", "Policy", "Settings"]
 Layout = Literal["source", "stock", "physical"]
 """How the served checkpoint numbers its experts: as the plan does, relabelled, or by slot."""
 
-Policy = Literal["vllm", "static"]
-"""Who rearranges experts at run time: vLLM's policy, or nobody."""
+Policy = Literal["vllm", "eplb", "static"]
+"""Who rearranges experts at run time: vLLM's policy, eplb's planner, or nobody."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Settings:
         plan: the plan file to start from, or None.
         layout: what the checkpoint's expert numbers mean.
         policy: who rearranges at run time.
+        max_moves: slots that the "eplb" policy changes per rebalance at most; None for a twentieth of all slots.
+        min_gain: the predicted gain in balancedness under which the "eplb" policy changes nothing.
         status_dir: where every rank writes its status record, or None.
         record_dir: where expert loads are recorded, or None.
         record_run: a name that all files of one recording share.
@@ -36,6 +38,8 @@ class Settings:
     plan: Path | None = None
     layout: Layout = "source"
     policy: Policy = "vllm"
+    max_moves: int | None = None
+    min_gain: float = 0.02
     status_dir: Path | None = None
     record_dir: Path | None = None
     record_run: str = "run"
@@ -81,10 +85,16 @@ class Settings:
         ):
             if value not in legal:
                 raise ServeError(f"{name} is {value!r}", rule=f"it must be one of {', '.join(legal)}")
+        try:
+            min_gain = float(text("min_gain") or cls.min_gain)
+        except ValueError:
+            raise ServeError(f"{VARIABLES['min_gain']} is {text('min_gain')!r}", rule="it must be a number") from None
         return cls(
             plan=path("plan"),
             layout=layout,  # type: ignore[arg-type]
             policy=policy,  # type: ignore[arg-type]
+            max_moves=None if text("max_moves") is None else number("max_moves", 0),
+            min_gain=min_gain,
             status_dir=path("status_dir"),
             record_dir=path("record_dir"),
             record_run=text("record_run") or cls.record_run,
@@ -97,6 +107,8 @@ VARIABLES = {
     "plan": "EPLB_PLAN",
     "layout": "EPLB_LAYOUT",
     "policy": "EPLB_RUNTIME_POLICY",
+    "max_moves": "EPLB_MAX_MOVES",
+    "min_gain": "EPLB_MIN_GAIN",
     "status_dir": "EPLB_STATUS_DIR",
     "record_dir": "EPLB_RECORD_DIR",
     "record_run": "EPLB_RECORD_RUN",

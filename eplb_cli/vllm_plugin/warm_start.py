@@ -215,7 +215,7 @@ def _apply(target: Target, state: Any, model_state: Any | None, model: Any) -> N
             stage.ep_size,
             stage.num_layers,
             seconds,
-            {"static": "never", "vllm": "vLLM's policy"}[target.settings.policy],
+            {"static": "never", "vllm": "vLLM's policy", "eplb": "eplb's planner"}[target.settings.policy],
         )
 
 
