@@ -251,10 +251,10 @@ class TestTensorrtLlm:
         loads = read(tmp_path, options=ReadOptions(MODEL, physical_to_logical=plan))
         assert loads.counts.tolist() == [folded(c).tolist() for c in counts.sum(0)]
 
-    def test_unproven_experts_are_not_guessed(self, tmp_path: Path) -> None:
+    def test_unproven_experts_are_pointed_out(self, tmp_path: Path) -> None:
         self.write(tmp_path)
-        with pytest.raises(TraceError, match="physical against logical is never guessed"):
-            read(tmp_path, options=ReadOptions())
+        warnings = read(tmp_path, options=ReadOptions()).warnings
+        assert any("8 experts, which are slots if a load balancer was on" in warning for warning in warnings)
 
     def test_a_missing_rank_is_refused(self, tmp_path: Path) -> None:
         self.write(tmp_path, ranks=3)
@@ -461,6 +461,7 @@ class TestMindie:
         loads = read(tmp_path)
         assert (loads.counts == counts).all()
         assert (loads.phase, loads.top_k, reader_of(loads)) == ("decode", 2, "mindie")
+        assert (read(tmp_path, options=ReadOptions()).counts == counts).all()
         assert all("_bak" not in source.name for source in loads.sources)
 
     def test_ranks_with_equal_columns_are_no_replicas(self, tmp_path: Path) -> None:
@@ -699,6 +700,11 @@ class TestSmallerShapes:
         ]
         (tmp_path / "a.json").write_text(json.dumps({"layers": layers}))
         assert read(tmp_path / "a.json").counts[0].tolist() == [list(range(200, 208))] * 3
+        assert read(tmp_path / "a.json", options=ReadOptions()).num_experts == 8
+        layers[1]["experts"].pop()
+        (tmp_path / "a.json").write_text(json.dumps({"layers": layers}))
+        with pytest.raises(UsageError, match="how many experts"):
+            read(tmp_path / "a.json", options=ReadOptions())
 
     def test_frequencies_are_not_counts(self, tmp_path: Path) -> None:
         (tmp_path / "a.json").write_text(json.dumps(np.full((3, 8), 0.125).tolist()))

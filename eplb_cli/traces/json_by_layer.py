@@ -122,8 +122,20 @@ class PlumbMoeReader:
                 for layer in file.document["layers"]
                 for expert in layer["experts"]
             ]
-            counts, axis = dense_counts(entries, recording.options.need_num_experts(file.name), file.name)
+            experts = recording.options.num_experts or _complete(entries)
+            experts = experts or recording.options.need_num_experts(file.name)
+            counts, axis = dense_counts(entries, experts, file.name)
             yield CountBlock(counts, axis, file.name, space=Space.logical)
+
+
+def _complete(entries: list[tuple[int, int, int]]) -> int | None:
+    """E when every layer lists the same experts from 0 on; None when some may have been left out."""
+    listed: dict[int, set[int]] = {}
+    for layer, expert, _ in entries:
+        listed.setdefault(layer, set()).add(expert)
+    first = next(iter(listed.values()), set())
+    complete = first == set(range(len(first))) and all(experts == first for experts in listed.values())
+    return len(first) if complete and first else None
 
 
 def _count(layer: dict[str, Any], expert: dict[str, Any], file: TraceFile) -> int:

@@ -82,6 +82,7 @@ class MindieReader:
         if picked:
             recording.top_k = int(picked[0] if isinstance(picked, list) else picked)
         table = _map(config, where)
+        experts = recording.options.num_experts or int(config["num_of_experts"])
         for stage in ("prefill", "decode"):
             ranks = {}
             for file in recording.files:
@@ -91,11 +92,16 @@ class MindieReader:
                 if match[1] == stage:
                     ranks[int(match[2])] = file
             if ranks:
-                yield _stage(ranks, layers, table, PHASES.index(stage), recording)
+                yield _stage(ranks, layers, table, experts, PHASES.index(stage), recording)
 
 
 def _stage(
-    ranks: dict[int, TraceFile], layers: int, table: npt.NDArray[Any] | None, phase: int, recording: Recording
+    ranks: dict[int, TraceFile],
+    layers: int,
+    table: npt.NDArray[Any] | None,
+    experts: int,
+    phase: int,
+    recording: Recording,
 ) -> CountBlock:
     check_ranks(ranks, recording)
     matrices = {rank: number_matrix(file, ",") for rank, file in sorted(ranks.items())}
@@ -116,12 +122,14 @@ def _stage(
             file=recording.folder,
             rule=f"the map in force has {list(table.shape)}",
         )
+    # Without a map file MindIE places expert e in slot e, and has no other slots.
+    default = table is None and counts.shape[2] == experts and recording.options.physical_to_logical is None
     return CountBlock(
         counts,
         LayerAxis(layers, ordinal=True),
         str(recording.folder),
         phase=phase,
-        space=Space.physical,
+        space=Space.logical if default else Space.physical,
         physical_to_logical=table,
     )
 

@@ -96,6 +96,13 @@ class TensorrtLlmReader:
                     f"iteration {key[0]} lacks the layer", file=recording.folder, layer=key[1], rule="each holds all"
                 )
         tokens = _tokens(recording, ranks)
+        space = Space.physical
+        if recording.options.num_experts is None and recording.options.physical_to_logical is None:
+            space = Space.logical
+            recording.warnings.append(
+                f"meta_info.json names {columns} experts, which are slots if a load balancer was on; --model or "
+                "--num-experts checks it"
+            )
         for iteration in iterations:
             counts = np.stack([totals.pop((iteration, layer)) for layer in layers])
             known = tokens.get(iteration)
@@ -105,7 +112,7 @@ class TensorrtLlmReader:
                 str(recording.folder),
                 np.array([iteration]),
                 None if known is None else np.array([known]),
-                space=Space.physical,
+                space=space,
             )
 
 
