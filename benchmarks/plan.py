@@ -20,11 +20,15 @@ is a guess. Real loads lie beside the checkout in ../shared/data and are left ou
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+# One BLAS thread: idle ones spin, and would be counted as work.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 

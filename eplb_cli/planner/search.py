@@ -23,8 +23,8 @@ Level = Literal["fast", "settled", "normal", "thorough"]
 """The efforts, and between them what is left of "normal" without annealing, for plans that are only compared."""
 
 GRAM_SWEEPS = {"fast": 4, "settled": 30}
-POLISH_SWEEPS = 30
-ANNEALING = {"normal": (5_000, 30), "thorough": (100_000, 600)}
+POLISH_SWEEPS = 6
+ANNEALING = {"normal": (4_000, 30), "thorough": (100_000, 600)}
 """Pairs of ranks that a layer's annealing looks at, and its most sweeps. Chosen so that the efforts stay within their
 aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
 
