@@ -159,3 +159,20 @@ def test_mean_says_what_windows_would_bring() -> None:
     assert any("no better than the reference" in note and "--strategy windows reaches" in note for note in several)
     one = make_plan(loads_from(traffic(windows=1)), PlanRequest(8)).notes
     assert any("Record windows" in note for note in one)
+
+
+@pytest.mark.parametrize(("nodes", "policy"), [(1, "flat"), (4, "strict"), (4, "relaxed")])
+def test_an_experts_first_copy_is_on_the_coldest_of_its_ranks(nodes: int, policy: str) -> None:
+    counts = grouped()
+    groups = 8 if nodes > 1 else None
+    request = PlanRequest(8, 8, num_nodes=nodes, num_groups=groups, node_policy=policy, folds=0)  # type: ignore[arg-type]
+    placement = make_plan(loads_from(counts), request).placement
+    loads = rank_loads(placement.physical_to_logical, counts, 8).sum(0)
+    slots = placement.logical_to_physical()
+    spread = 0
+    for layer, expert in np.argwhere(placement.replica_counts() > 1):
+        ranks = [slot // 5 for slot in slots[layer, expert] if slot >= 0]
+        if len({rank // (8 // nodes) for rank in ranks}) == 1:
+            spread += 1
+            assert loads[layer, ranks[0]] <= min(loads[layer, ranks]) + 1e-6
+    assert spread

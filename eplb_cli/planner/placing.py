@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.metrics import initial_map, rank_loads
+from eplb_cli.metrics import initial_map, rank_loads, rank_shares
 from eplb_cli.planner.moves import TradeOff, trade_off
 from eplb_cli.planner.nodes import experts_by_node, off_home_price
 from eplb_cli.planner.reference import deepseek_map
@@ -46,7 +46,9 @@ def place(counts: IntArray, topology: Topology, request: PlanRequest, level: Lev
     if request.strategy == "stock" and (topology.num_redundant_experts or groups > 1):
         rows[loaded] = stock_map(total[loaded], evidence.moments, slots, ranks, STOCK_SWEEPS[level], groups)
     else:
-        rows[loaded] = _search(evidence, topology, request, level)
+        found = _search(evidence, topology, request, level)
+        nodes = 1 if request.node_policy == "flat" else topology.num_nodes
+        rows[loaded] = _coldest_first(evidence.totals, found, ranks, nodes) if topology.num_redundant_experts else found
     return rows
 
 
@@ -98,6 +100,20 @@ def cross_validate(
 def _unloaded(total: IntArray, topology: Topology) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     row = initial_map(topology.num_experts, topology.num_redundant_experts).astype(np.int64)
     return np.tile(row, (len(total), 1)), np.asarray(total.any(1))
+
+
+def _coldest_first(totals: IntArray, placed: IntArray, ranks: int, nodes: int) -> IntArray:
+    """The placement with the ranks of each node renumbered from the coldest to the hottest, layer by layer.
+
+    Ranks of a node are alike, so balance stays; but vLLM gives the first rows of every batch to an expert's first copy,
+    which now is the one on the coldest of its ranks.
+    """
+    layers, slots = placed.shape
+    loads = (rank_shares(placed, totals.shape[1], ranks) * totals[:, :, None]).sum(1)
+    in_node = np.argsort(loads.reshape(layers, nodes, -1), axis=2, kind="stable")
+    order = (in_node + np.arange(nodes)[:, None] * (ranks // nodes)).reshape(layers, ranks)
+    renumbered: IntArray = placed.reshape(layers, ranks, -1)[np.arange(layers)[:, None], order]
+    return renumbered.reshape(layers, slots)
 
 
 def _evidence(counts: IntArray, topology: Topology, request: PlanRequest) -> Evidence:
