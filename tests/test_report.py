@@ -104,6 +104,13 @@ def test_held_out_points_are_those_of_plans_made_without_their_block(loads: Expe
     assert report.held_out_per_window[:4] == pytest.approx([balancedness(window) for window in ranks])
 
 
+def test_the_curves_figures_are_the_planners(loads: ExpertLoads, report: Report) -> None:
+    for step in report.redundancy:
+        request = PlanRequest(4, step.num_redundant_experts, strategy="windows", effort="fast")
+        figures = make_plan(loads, request).balancedness
+        assert (step.after, step.held_out) == (figures.after, figures.held_out)
+
+
 def test_the_curve_starts_at_the_smallest_valid_redundancy_and_holds_the_plans(report: Report) -> None:
     sizes = [step.num_redundant_experts for step in report.redundancy]
     assert sizes == [0, 4, 8, 16, 32]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,10 @@ from eplb_cli.errors import PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.metrics import balancedness_bound, rank_loads, smallest_redundancy
 from eplb_cli.placement import Placement
-from eplb_cli.planner import STRATEGIES, PlanRequest, make_plan
+from eplb_cli.planner import STRATEGIES, PlanRequest
 from eplb_cli.planner.confidence import bootstrap_interval
+from eplb_cli.planner.placing import cross_validate, place
+from eplb_cli.planner.request import Strategy, topology_of
 
 __all__ = ["Layout", "ModelFacts", "NamedPlan", "RedundancyStep", "Report", "make_report"]
 
@@ -132,7 +133,6 @@ class RedundancyStep:
     num_redundant_experts: int
     after: float
     held_out: float | None
-    bound: float
     extra_gib_per_rank: float | None
     kv_cache_tokens: int | None
 
@@ -265,8 +265,8 @@ def make_report(
     sums: Sums | None = None
     for index, request in enumerate(requests):
         on_step(f"R = {request.num_redundant_experts}", index, len(requests))
-        held_out = _held_out(covered, request)
-        redundancy.append(_redundancy_step(covered, request, held_out, model, tensor_parallel_size))
+        step, held_out = _redundancy_step(covered, request, model, tensor_parallel_size)
+        redundancy.append(step)
         if plan is not None and request.num_redundant_experts == plan.num_redundant_experts:
             sums = held_out
     if plan is not None and plan.in_sample is False:
@@ -288,7 +288,7 @@ def make_report(
         held_out_interval=interval,
         held_out_per_window=None if sums is None else _ratio_of_points(*sums, point),
         redundancy=tuple(redundancy),
-        redundancy_strategy=_strategy_name(requests, covered),
+        redundancy_strategy=requests[0].strategy if requests else None,
         advice=advice,
         warnings=(*loads.warnings, *warnings),
         commands=_commands(loads, plans, profile, ep_size, None if model is None else model.name),
@@ -433,73 +433,42 @@ def _cost(
     return round(nbytes / GIB, DIGITS), None if cache is None else cache.tokens(nbytes)
 
 
-def _request_of(loads: ExpertLoads, placement: Placement) -> PlanRequest:
-    """What to ask of the planner to make a plan like this one, quickly."""
-    strategy = placement.provenance.strategy
-    return PlanRequest(
-        placement.ep_size,
-        placement.num_redundant_experts,
-        num_nodes=placement.num_nodes,
-        strategy=strategy if strategy in STRATEGIES else "auto",
-        effort="fast",
-        folds=min(FOLDS, loads.num_windows),
-    )
-
-
 def _requests(loads: ExpertLoads, plans: Sequence[NamedPlan], ep_size: int | None) -> list[PlanRequest]:
-    """The points of the R curve; none for one rank, or when no topology is known."""
+    """The points of the R curve, planned quickly; none for one rank, or when no topology is known."""
+    nodes, sizes = 1, set()
+    strategy: Strategy = "windows" if loads.num_windows > 1 else "mean"
     if plans:
-        base = _request_of(loads, plans[0].placement)
-    elif ep_size is not None:
-        base = PlanRequest(ep_size, effort="fast", folds=min(FOLDS, loads.num_windows))
-    else:
+        placement = plans[0].placement
+        ep_size, nodes, sizes = placement.ep_size, placement.num_nodes, {placement.num_redundant_experts}
+        strategy = next((known for known in STRATEGIES[1:] if known == placement.provenance.strategy), strategy)
+    if ep_size is None or ep_size == 1 or not loads.num_windows:
         return []
-    ranks, experts = base.ep_size, loads.num_experts
-    if ranks == 1 or not loads.num_windows:
-        return []
-    smallest = smallest_redundancy(experts, ranks)
-    sizes = {smallest + ranks * step for step in REDUNDANCY_STEPS}
-    if plans:
-        sizes.add(plans[0].placement.num_redundant_experts)
-    return [replace(base, num_redundant_experts=r) for r in sorted(sizes) if r <= experts * (ranks - 1)]
-
-
-def _strategy_name(requests: Sequence[PlanRequest], loads: ExpertLoads) -> str | None:
-    if not requests:
-        return None
-    if requests[0].strategy != "auto":
-        return requests[0].strategy
-    return "windows" if loads.num_windows > 1 else "mean"
+    smallest = smallest_redundancy(loads.num_experts, ep_size)
+    sizes |= {smallest + ep_size * step for step in REDUNDANCY_STEPS}
+    return [
+        PlanRequest(ep_size, redundant, num_nodes=nodes, strategy=strategy, effort="fast", folds=FOLDS)
+        for redundant in sorted(sizes)
+        if redundant <= loads.num_experts * (ep_size - 1)
+    ]
 
 
 def _redundancy_step(
-    loads: ExpertLoads,
-    request: PlanRequest,
-    held_out: Sums | None,
-    model: ModelFacts | None,
-    tensor_parallel_size: int,
-) -> RedundancyStep:
-    result = make_plan(loads, replace(request, folds=0))
-    figures, redundant = result.balancedness, result.placement.num_redundant_experts
-    gib, tokens = _cost(redundant, request.ep_size, model, tensor_parallel_size)
-    unseen = None if held_out is None else round(float(_ratio(held_out[0].sum(), held_out[1].sum())), DIGITS)
-    return RedundancyStep(redundant, figures.after, unseen, figures.bound, gib, tokens)
-
-
-def _held_out(loads: ExpertLoads, request: PlanRequest) -> Sums | None:
-    """Mean and max rank load of each window, summed over layers; each fold is scored with a plan of the others."""
-    if request.folds < 2:
-        return None
-    edges = np.arange(request.folds + 1) * loads.num_windows // request.folds
-    means, peaks = [], []
-    for first, last in itertools.pairwise(edges):
-        others = np.ones(loads.num_windows, bool)
-        others[first:last] = False
-        made = make_plan(loads.select_windows(others), replace(request, folds=0)).placement
-        mean, peak, _ = _measure(made.physical_to_logical, loads.counts[first:last], request.ep_size)
-        means.append(mean.sum(1))
-        peaks.append(peak.sum(1))
-    return np.concatenate(means), np.concatenate(peaks)
+    loads: ExpertLoads, request: PlanRequest, model: ModelFacts | None, tensor_parallel_size: int
+) -> tuple[RedundancyStep, Sums | None]:
+    """One point of the R curve, and the held-out sums behind it."""
+    topology = topology_of(loads, request)
+    mean, peak, _ = _measure(place(loads.counts, topology, request), loads.counts, request.ep_size)
+    ranks = cross_validate(loads.counts, topology, request)
+    sums = None if ranks is None else (ranks.mean(-1).sum(1), ranks.max(-1, initial=0.0).sum(1))
+    gib, tokens = _cost(topology.num_redundant_experts, request.ep_size, model, tensor_parallel_size)
+    step = RedundancyStep(
+        topology.num_redundant_experts,
+        round(float(_ratio(mean.sum(), peak.sum())), DIGITS),
+        None if sums is None else round(float(_ratio(sums[0].sum(), sums[1].sum())), DIGITS),
+        gib,
+        tokens,
+    )
+    return step, sums
 
 
 def _situation(

@@ -323,7 +323,6 @@
   function makeRedundancy() {
     const steps = data.redundancy;
     const series = [
-      { name: "upper bound", y: steps.map((step) => step.bound), ink: "--s0", color: css("--s0"), dash: [2, 3], marker: "x" },
       { name: "in sample", y: steps.map((step) => step.after), ink: "--p0", color: css("--p0"), dash: "solid", marker: "circle" },
     ];
     if (steps.every((step) => step.held_out !== null)) series.push({ name: "held out", y: steps.map((step) => step.held_out), ...heldOutStyle() });
