@@ -29,6 +29,10 @@ ANNEALING = {"normal": (4_000, 30), "thorough": (100_000, 600)}
 aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
 
 
+LEAST_SWEEPS = 3
+"""Fewer cannot cool: hot and cold would meet in one sweep."""
+
+
 def search(evidence: Evidence, num_slots: int, ep_size: int, effort: Level, seed: int, nodes: int = 1) -> IntArray:
     """A placement [X, P] for each row of the evidence, without twins.
 
@@ -60,8 +64,11 @@ def refine(
     levels = get_args(Level)
     placed = start
     for level in levels[: levels.index(effort) + 1]:
+        sweeps = _annealing_sweeps(level, ep_size, start.shape[1])
+        if level in ANNEALING and not sweeps:
+            continue
 
-        def improve(rows: slice, level: Level = level, placed: IntArray = placed) -> IntArray:
+        def improve(rows: slice, level: Level = level, placed: IntArray = placed, sweeps: int = sweeps) -> IntArray:
             paid = None if price is None else price[rows]
             found = placed[rows]
             if level in GRAM_SWEEPS:
@@ -76,8 +83,7 @@ def refine(
                 first_row=rows.start,
                 price=paid,
             )
-            if level in ANNEALING:
-                polisher.anneal(_annealing_sweeps(*ANNEALING[level], ep_size, found.shape[1]), seed)
+            polisher.anneal(sweeps, seed)
             polisher.descend(POLISH_SWEEPS)
             return polisher.placed
 
@@ -89,10 +95,12 @@ def refine(
     return placed
 
 
-def _annealing_sweeps(pairs: int, most_sweeps: int, ranks: int, slots: int) -> int:
-    """Sweeps over all pairs of ranks that look at about so many; a pair with S x S swaps counts by what it costs."""
+def _annealing_sweeps(level: Level, ranks: int, slots: int) -> int:
+    """Sweeps over all pairs of ranks within the level's budget; a pair with S x S swaps counts by what it costs."""
+    pairs, most = ANNEALING.get(level, (0, 0))
     cost = 1.0 + (slots // ranks) ** 2 / 40.0
-    return min(most_sweeps, round(pairs / (cost * ranks * (ranks - 1) / 2)))
+    sweeps = min(most, round(pairs / (cost * ranks * (ranks - 1) / 2)))
+    return sweeps if sweeps >= LEAST_SWEEPS else 0
 
 
 def _better(evidence: Evidence, old: IntArray, new: IntArray, ep_size: int, nodes: int) -> IntArray:
