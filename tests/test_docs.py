@@ -43,6 +43,11 @@ def test_the_reference_is_what_the_code_says(name: str) -> None:
     assert (DOCS / "reference" / name).read_text() == GENERATOR.pages()[name], "run: python docs/generate_reference.py"
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w./-]+\.md\b", (REPOSITORY / "mkdocs.yml").read_text()))
+    assert {str(page.relative_to(DOCS)) for page in PAGES} == listed
+
+
 def commands_of(page: Path) -> list[list[str]]:
     """Every `eplb ...` line of a page's code blocks, as words."""
     text = page.read_text()
