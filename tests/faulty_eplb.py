@@ -26,7 +26,7 @@ from typing import Any
 from eplb_cli.checkpoint import copier
 from eplb_cli.cli import main
 
-CALLS = ("pwritev", "write", "fsync", "fdatasync", "rename", "unlink", "mkdir")
+CALLS = ("pwritev", "write", "fsync", "fdatasync", "rename", "unlink", "mkdir", "preadv")
 
 
 def act(what: str, argument: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from eplb_cli.checkpoint import read_model_shape
 from eplb_cli.checkpoint.family import families
 from tests.checkpoints import FORMS, E, deepseek, random_rows, read_checkpoint, save_plan, scattered_rows
 
@@ -79,6 +80,18 @@ def test_group_limited_routing_moves_whole_groups_or_not_at_all(tmp_path: Path, 
     whole = save_plan(tmp_path / "whole.json", rows)
     assert eplb("convert", source, whole, "-o", tmp_path / "out", "--format", "quiet").code == 0
     assert read_checkpoint(tmp_path / "out") == model.expected(rows, "stock")
+
+
+def test_physical_slots_need_not_divide_over_routing_groups(tmp_path: Path, eplb: Eplb) -> None:
+    model = deepseek(groups=4)
+    source = model.save(tmp_path / "source")
+    rows = scattered_rows(model.moe_layers, 2)
+    plan = save_plan(tmp_path / "plan.json", rows, ep_size=5)
+    run = eplb("convert", source, plan, "-o", tmp_path / "out", "--layout", "physical", "--format", "quiet")
+    assert run.code == 0, run.err
+    assert read_checkpoint(tmp_path / "out") == model.expected(rows, "physical")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["n_routed_experts"] == 10
+    assert read_model_shape(str(tmp_path / "out")).num_experts == E
 
 
 def test_draft_heads_are_named_and_unchanged(tmp_path: Path, eplb: Eplb) -> None:

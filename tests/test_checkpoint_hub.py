@@ -88,7 +88,7 @@ def command(tmp_path: Path, endpoint: str) -> Command:
         ("org/missing", "does not exist on the hub (404)", "Check the spelling"),
         ("org/forbidden", "access is forbidden to this login (403)", "hf auth whoami"),
         ("org/no-config", "has no config.json (404)", "Look at"),
-        ("org/there", "is not in the local cache", "hf download org/there"),
+        ("org/there", "is no folder here and not in the local cache", "hf download org/there"),
     ],
 )
 def test_why_a_repository_cannot_be_had(

@@ -456,6 +456,18 @@ def test_a_source_that_is_cut_short_meanwhile(tmp_path: Path) -> None:
     assert not place.out.exists()
 
 
+def test_a_source_that_cannot_be_read_for_a_while_keeps_finished_shards(tmp_path: Path, eplb: Eplb) -> None:
+    place = Place(tmp_path)
+    failed = place.faulty("EIO:preadv:14")
+    assert failed.returncode == 1
+    assert "source" in failed.stderr
+    assert "cannot be read at byte" in failed.stderr
+    place.require_nothing_half_done()
+    assert place.partial.exists()
+    assert eplb(*place.arguments, "--format", "quiet").code == 0
+    place.require_right()
+
+
 # Memory.
 
 

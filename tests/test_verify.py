@@ -278,6 +278,12 @@ def test_quantised_names_that_do_not_follow(tmp_path: Path, eplb: Eplb) -> None:
     assert made.problems("headers") == []
 
 
+def test_an_output_that_is_not_there(converted: Converted) -> None:
+    run = converted.eplb("verify", converted.source, "some/where", "--format", "json")
+    assert run.code == 1
+    assert run.json["problems"] == ["some/where: no such folder"]
+
+
 def test_a_damaged_source_is_an_error_of_its_own(converted: Converted) -> None:
     file = next(converted.source.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size - 8)
@@ -293,5 +299,5 @@ def test_people_see_the_problems_and_the_verdict(converted: Converted) -> None:
     converted.change(ROUTER, lambda data: bytes(len(data)))
     wrong = converted.eplb("verify", converted.source, converted.out)
     assert wrong.code == 1
-    assert ROUTER in wrong.out.replace("\n", "")
+    assert ROUTER in wrong.out
     assert "WRONG" in wrong.out

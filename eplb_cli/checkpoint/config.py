@@ -30,8 +30,8 @@ class ModelConfig:
         document: its whole content.
         section: the key of the nested object that holds the model's sizes ("text_config"), or None when flat.
         family: the model family.
-        shape: sizes and MoE layers, all fields set but top_k perhaps.
-        count_keys: the keys of the section that hold the expert count.
+        shape: sizes and MoE layers, all fields set but top_k perhaps; of a converted checkpoint those of the model.
+        count_keys: the keys of the section that hold the expert count, in the physical layout that of the slots.
         num_expert_groups: groups of group-limited routing (`n_group`); 1 when any expert may be chosen.
     """
 
@@ -76,6 +76,10 @@ class ModelConfig:
                 ", ".join(f"{key} is {values[key]}" for key in count_keys), rule="the expert counts must agree"
             )
         num_experts = _positive(values, count_keys[0])
+        placement = document.get(PLACEMENT_KEY)
+        if isinstance(placement, dict) and placement.get("layout") == "physical":
+            # There the count is that of the slots, to keep engines away; the record has the model's own.
+            num_experts = _positive(placement, "num_logical_experts")
         num_layers = _positive(values, "num_hidden_layers")
         ids = MOE_LAYER_RULES[family.moe_layers](values, num_layers)
         layer_types = values.get("mlp_layer_types")

@@ -213,13 +213,15 @@ class Conversion:
                 self.source.require_unchanged()
                 report = verify(self.source, transaction.partial, self.given, Level.sample, classified=self.classified)
                 if not report.ok:
+                    transaction.discard()
                     raise CheckpointError(
                         f"the result does not prove right: {report.problems[0]}",
                         file=transaction.partial,
                         hint="The device or the memory is not to be trusted, or this is a defect of eplb; report it.",
                     )
             except CheckpointError:
-                transaction.discard()
+                # Of a source that changed nothing can be kept; after a failed read the finished shards are still right.
+                self._discard_if_changed(transaction)
                 raise
             transaction.commit()
         traffic = copier.traffic
@@ -233,6 +235,13 @@ class Conversion:
             seconds=round(time.monotonic() - begin, 3),
             verified_tensors=report.tensors,
         )
+
+    def _discard_if_changed(self, transaction: Transaction) -> None:
+        try:
+            self.source.require_unchanged()
+        except CheckpointError:
+            transaction.discard()
+            raise
 
     def _write_shards(self, transaction: Transaction, copier: Copier) -> int:
         """Copy what is not finished yet; returns the bytes that were linked."""
@@ -404,6 +413,11 @@ def prepare(
     notes = []
     if classified.drafts:
         notes.append(f"draft heads keep their own experts, unchanged: {', '.join(classified.drafts)}")
+    if layout is Layout.stock and classified.fused_layers and complete.num_redundant_experts:
+        notes.append(
+            f"fused experts store the {complete.num_redundant_experts} copies too: start the engine with exactly that "
+            "many redundant experts"
+        )
     if source.left_out:
         notes.append(f"left out: {', '.join(source.left_out)}")
     return Conversion(
@@ -481,7 +495,11 @@ def _small_files(
     }
     for name in source.side_files:
         if may_name_experts(name) and source.fingerprints[name].size <= _SEARCHED_BYTES:
-            content = renamed_side_file(source.config, name, (source.folder / name).read_bytes(), slots)
+            try:
+                before = (source.folder / name).read_bytes()
+            except OSError as error:
+                raise CheckpointError(f"cannot be read: {error.strerror}", file=source.folder / name) from error
+            content = renamed_side_file(source.config, name, before, slots)
             if content is not None:
                 files[name] = content
     return files

@@ -81,7 +81,7 @@ def _not_cached(repository: str, *, probe: bool) -> CheckpointError:
     download = f"hf download {repository}"
     if constants.HF_HUB_OFFLINE:
         return CheckpointError(
-            f"{repository} is not in the local cache, and HF_HUB_OFFLINE=1 forbids to look further",
+            f"{repository} is no folder here and not in the local cache, and HF_HUB_OFFLINE=1 forbids to look further",
             hint=f"On a machine with network: {download}",
         )
     if probe:
@@ -89,7 +89,9 @@ def _not_cached(repository: str, *, probe: bool) -> CheckpointError:
             get_hf_file_metadata(hf_hub_url(repository, "config.json"), timeout=10)
         except Exception as error:
             return _explain(repository, error)
-    return CheckpointError(f"{repository} is not in the local cache", hint=f"Fetch it first: {download}")
+    return CheckpointError(
+        f"{repository} is no folder here and not in the local cache", hint=f"Fetch it first: {download}"
+    )
 
 
 def _explain(repository: str, error: Exception) -> CheckpointError:
@@ -139,7 +141,7 @@ def _explain(repository: str, error: Exception) -> CheckpointError:
 
 def _unreachable(repository: str) -> CheckpointError:
     return CheckpointError(
-        f"{repository} is not in the local cache, and the hub cannot be reached",
+        f"{repository} is no folder here and not in the local cache, and the hub cannot be reached",
         hint=f"Check the network, then: hf download {repository}",
     )
 

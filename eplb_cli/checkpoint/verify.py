@@ -117,6 +117,9 @@ def verify(
         CheckpointError: the source itself is damaged or cannot be read.
     """
     problems = _Problems()
+    if not folder.is_dir():
+        problems.add(f"{folder}: no such folder")
+        return Report(False, level, 0, problems.listed())
     try:
         output = Checkpoint.open(folder)
     except EplbError as error:
@@ -263,8 +266,9 @@ def _check_config(
     """config.json must be the source's but for the record, the expert count, and the names of experts."""
     file, num_experts = output.folder / "config.json", source.config.shape.num_experts
     count = slots if physical else num_experts
-    if output.config.shape.num_experts != count:
-        problems.add(f"{file}: the expert count is {output.config.shape.num_experts}, must be {count}")
+    for key in output.config.count_keys:
+        if output.config.values[key] != count:
+            problems.add(f"{file}: the expert count {key} is {output.config.values[key]}, must be {count}")
     wanted = {"num_logical_experts": num_experts, "num_physical_experts": slots}
     for key, value in wanted.items():
         if record.get(key) != value:

@@ -71,6 +71,8 @@ def convert(
     """
     from dataclasses import asdict
 
+    from rich.text import Text
+
     from eplb_cli.checkpoint.convert import prepare
     from eplb_cli.checkpoint.rewrite import Layout, shard_limit
     from eplb_cli.errors import UsageError
@@ -113,13 +115,16 @@ def convert(
     total = sum(shard.size for shard in conversion.rewrite.shards)
     with console.transfer("converting", total) as advance:
         result = conversion.run(resume=resume, progress=advance)
-    console.result(
-        {**asdict(result), "layout": layout.value},
+    lines = (
         f"{output}: {result.files} files, {_size(total)} of weights in {result.seconds:.1f} s "
         f"({_size(result.bytes_written)} written, {_size(result.bytes_cloned)} shared with the source)",
         f"layout {layout.value}; copies of experts add {_size(result.extra_bytes)}; "
         f"{result.verified_tensors} tensors checked by sample",
         f"prove every byte: eplb verify {model} {output} --level full",
+    )
+    console.result(
+        {**asdict(result), "layout": layout.value},
+        *(Text(line, no_wrap=True, overflow="ignore") for line in lines),
     )
 
 

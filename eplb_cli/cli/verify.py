@@ -42,6 +42,8 @@ def verify(
     output_format: FormatOption = OutputFormat.human,
 ) -> None:
     """Prove that every tensor of OUT is the source's bytes that the plan names; exit code 1 when it is not."""
+    from rich.text import Text
+
     from eplb_cli.checkpoint.source import Checkpoint
     from eplb_cli.checkpoint.verify import Level
     from eplb_cli.checkpoint.verify import verify as prove
@@ -53,11 +55,12 @@ def verify(
     total = sum(entry.nbytes for entry in checkpoint.tensors.values()) if level is LevelName.full else None
     with console.transfer("comparing", total) as advance:
         report = prove(checkpoint, output, placement, Level(level.value), progress=advance)
+    verdict = "right" if report.ok else f"WRONG, {len(report.problems)} problems"
+    lines = (*report.problems, f"{output}: {verdict}; {report.tensors} tensors proven at level {level.value}")
     console.result(
         {"ok": report.ok, "level": level.value, "tensors": report.tensors, "problems": list(report.problems)},
-        *report.problems,
-        f"{output}: {'right' if report.ok else f'WRONG, {len(report.problems)} problems'}; "
-        f"{report.tensors} tensors proven at level {level.value}",
+        # Names hold brackets and are pasted into other commands: no markup, no line breaks.
+        *(Text(line, no_wrap=True, overflow="ignore") for line in lines),
     )
     if not report.ok:
         raise typer.Exit(1)
