@@ -109,10 +109,9 @@ def synthetic(model: Model, seed: int) -> np.ndarray:
 def cut(file: Path, experts: int, tokens: int) -> np.ndarray:
     """Per-token expert ids cut into windows: loads [W, L, E]."""
     ids = np.load(file)["topk_ids"].astype(np.int64)
-    windows, layers = len(ids) // tokens, ids.shape[1]
-    ids = (
-        ids[: windows * tokens].reshape(windows, tokens, layers, -1).transpose(0, 2, 1, 3).reshape(windows * layers, -1)
-    )
+    windows, layers, top_k = len(ids) // tokens, *ids.shape[1:]
+    ids = ids[: windows * tokens].reshape(windows, tokens, layers, top_k)
+    ids = ids.transpose(0, 2, 1, 3).reshape(windows * layers, tokens * top_k)
     flat = ids + experts * np.arange(windows * layers)[:, None]
     return np.bincount(flat.ravel(), minlength=windows * layers * experts).reshape(windows, layers, experts)
 

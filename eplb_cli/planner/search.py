@@ -23,7 +23,8 @@ Level = Literal["fast", "settled", "normal", "thorough"]
 """The efforts, and between them what is left of "normal" without annealing, for plans that are only compared."""
 
 GRAM_SWEEPS = {"fast": 4, "settled": 30}
-POLISH_SWEEPS = 6
+POLISHED_PAIRS, LEAST_POLISH, MOST_POLISH = 12_000, 2, 6
+"""Pairs of ranks that a layer's polish looks at in sweeps of all pairs; later sweeps look at what changed only."""
 ANNEALING = {"normal": (4_000, 30), "thorough": (100_000, 600)}
 """Pairs of ranks that a layer's annealing looks at, and its most sweeps. Chosen so that the efforts stay within their
 aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
@@ -84,7 +85,7 @@ def refine(
                 price=paid,
             )
             polisher.anneal(sweeps, seed)
-            polisher.descend(POLISH_SWEEPS)
+            polisher.descend(max(LEAST_POLISH, min(MOST_POLISH, 2 * POLISHED_PAIRS // (ep_size * (ep_size - 1)))))
             return polisher.placed
 
         improved = over_layers(improve, len(placed))
