@@ -80,7 +80,9 @@ def test_held_out_is_the_contiguous_k_fold_figure() -> None:
     scored = []
     for first, last in ((0, 2), (2, 4), (4, 7)):
         others = np.r_[0:first, last:7]
-        plan = make_plan(loads.select_windows(others), PlanRequest(4, strategy="windows", folds=0, effort="fast")).placement
+        plan = make_plan(
+            loads.select_windows(others), PlanRequest(4, strategy="windows", folds=0, effort="fast")
+        ).placement
         scored.append(rank_loads(plan.physical_to_logical, loads.counts[first:last], 4))
     assert make_plan(loads, request).balancedness.held_out == pytest.approx(
         balancedness(np.concatenate(scored)), abs=1e-6
