@@ -201,7 +201,7 @@ def test_a_missing_plan(converted: Converted) -> None:
     ("change", "said"),
     [
         (lambda config: config.update(num_experts_per_tok=3), "differs from the source's"),
-        (lambda config: config.update(num_experts=9), "the expert count is 9"),
+        (lambda config: config.update(num_experts=9), "the expert count num_experts is 9"),
         (lambda config: config.pop("eplb_placement"), "no converted checkpoint"),
         (lambda config: config["eplb_placement"].update(num_physical_experts=3), "num_physical_experts is 3"),
     ],
