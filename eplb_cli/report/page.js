@@ -20,7 +20,7 @@
   const css = (name) => getComputedStyle(palette).getPropertyValue(name).trim();
   // Told apart by colour, dash and marker together.
   const PLANS = [["--p0", "solid", "circle"], ["--p1", [9, 4], "square"], ["--p2", [12, 4, 3, 4], "triangle"], ["--p3", [4, 3], "star"]];
-  const INITIAL = [["--s0", [2, 3], "x"], ["--s1", [6, 4], "diamond"]];
+  const INITIAL = [["--s0", [2, 3], "x"], ["--s1", [6, 4], "diamond"], ["--s2", [1, 4], "cross"], ["--s3", [10, 5], "asterisk"]];
   const HELD_OUT = ["--held", [8, 3, 2, 3], "inverted_triangle"];
   const styleOf = (index) => {
     const kind = layouts[index].kind;
@@ -337,6 +337,7 @@
     axisOf(figure.xaxis).setv({ ticker: new Bokeh.FixedTicker({ ticks: positions }), major_label_overrides: new Map(steps.map((step) => [step.num_redundant_experts, name(step)])) });
     if (firstPlan >= 0) {
       figure.add_layout(new Bokeh.Span({ location: layouts[firstPlan].num_redundant_experts, dimension: "height", line_color: css("--soft"), line_dash: [2, 4] }));
+      legend("redundancy", [...series, { name: `R of ${layouts[firstPlan].name}`, ink: "--soft", dash: [2, 4] }]);
     }
     return figure;
   }
