@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -40,6 +41,7 @@ _CANNOT_CLONE = {
 """Answers that mean "not here", not "the device failed"."""
 
 _BUFFER = 1 << 20
+_BUFFERS = 4
 _READ_AHEAD = 64 << 20
 _ADVICE = 4 << 20
 _CLONE_AT_LEAST = 64 << 10
@@ -216,7 +218,7 @@ class _Stream:
                 ahead.passed(len(view))
             self.sources.read(name, view, offset)
             self.copier.traffic.read += len(view)
-            self.writer.filled(len(view))
+            self.writer.filled_by(len(view))
             offset += len(view)
             length -= len(view)
             self._maybe_step()
@@ -260,37 +262,36 @@ def _interior(piece: Piece, position: int) -> tuple[int, int]:
 
 
 class _Writer:
-    """Two buffers: one fills while a thread writes the other."""
+    """A few buffers: one fills while a thread writes those before it, so that reading and writing overlap."""
 
     def __init__(self, descriptor: int, copier: Copier) -> None:
         self.descriptor = descriptor
         self.copier = copier
         self.offset = 0
-        self.buffers = [memoryview(bytearray(_BUFFER)), memoryview(bytearray(_BUFFER))]
         self.used = 0
-        self.active = 0
-        self.pending: tuple[memoryview, int] | None = None
+        self.buffer: memoryview | None = None
+        self.free: SimpleQueue[memoryview] = SimpleQueue()
+        self.filled: SimpleQueue[tuple[memoryview, int, int] | threading.Event | None] = SimpleQueue()
         self.failure: BaseException | None = None
-        self.closing = False
-        self.state = threading.Condition()
         self.thread = threading.Thread(target=self._loop, daemon=True)
+        for _ in range(_BUFFERS):
+            self.free.put(memoryview(bytearray(_BUFFER)))
 
     def __enter__(self) -> _Writer:
         self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self.state:
-            self.closing = True
-            self.state.notify_all()
+        self.filled.put(None)
         self.thread.join()
 
     def room(self) -> memoryview:
         """Free part of the buffer, up to the next write; writes end at page boundaries of the target."""
-        limit = _BUFFER - self.offset % PAGE
-        return self.buffers[self.active][self.used : limit]
+        if self.buffer is None:
+            self.buffer = self.free.get()
+        return self.buffer[self.used : _BUFFER - self.offset % PAGE]
 
-    def filled(self, count: int) -> None:
+    def filled_by(self, count: int) -> None:
         """Count bytes that were put into `room()`."""
         self.used += count
         if self.used >= _BUFFER - self.offset % PAGE:
@@ -304,49 +305,48 @@ class _Writer:
             count = min(len(room), len(rest))
             room[:count] = rest[:count]
             rest = rest[count:]
-            self.filled(count)
+            self.filled_by(count)
 
     def flush(self) -> None:
         """Wait until everything is handed to the kernel."""
         if self.used:
             self._hand_over()
-        with self.state:
-            self.state.wait_for(lambda: self.pending is None)
-            self._raise()
+        done = threading.Event()
+        self.filled.put(done)
+        done.wait()
+        self._raise()
 
     def _hand_over(self) -> None:
-        view = self.buffers[self.active][: self.used]
-        with self.state:
-            self.state.wait_for(lambda: self.pending is None)
-            self._raise()
-            self.pending = (view, self.offset)
-            self.state.notify_all()
+        self._raise()
+        if self.buffer is not None:
+            self.filled.put((self.buffer, self.used, self.offset))
         self.offset += self.used
-        self.active = 1 - self.active
-        self.used = 0
+        self.buffer, self.used = None, 0
 
     def _raise(self) -> None:
         if self.failure is not None:
             raise self.failure
 
     def _loop(self) -> None:
-        while True:
-            with self.state:
-                self.state.wait_for(lambda: self.pending is not None or self.closing)
-                if self.pending is None:
-                    return
-                view, offset = self.pending
+        while (item := self.filled.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            buffer, length, offset = item
             try:
-                done = 0
-                while done < len(view):
-                    done += os.pwritev(self.descriptor, [view[done:]], offset + done)
-                self.copier.traffic.written += len(view)
-                self.copier.progress(len(view))
+                # After a failure nothing more is written: what follows would lie behind a hole.
+                if self.failure is None:
+                    self._write(buffer[:length], offset)
             except BaseException as error:
                 self.failure = error
-            with self.state:
-                self.pending = None
-                self.state.notify_all()
+            self.free.put(buffer)
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwritev(self.descriptor, [view[done:]], offset + done)
+        self.copier.traffic.written += len(view)
+        self.copier.progress(len(view))
 
 
 class _Ahead:
