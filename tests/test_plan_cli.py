@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,3 +208,20 @@ def test_node_policies_are_laid_side_by_side(eplb: Eplb, profile: Path) -> None:
     assert all(word in run.out for word in ("off-home load", "flat", "relaxed", "strict"))
     data = eplb("plan", profile, "--ep-size", 4, *options, "--format", "json").json
     assert [option["policy"] for option in data["node_policies"]] == ["flat", "relaxed", "strict"]
+
+
+def test_one_processor_and_one_blas_thread_write_the_same_bytes(eplb: Eplb, tmp_path: Path) -> None:
+    counts = np.random.default_rng(1).poisson(
+        300 * np.random.default_rng(2).lognormal(0.0, 0.8, (40, 32)), (24, 40, 32)
+    )
+    loads = ExpertLoads(counts.astype(np.int64), np.full(24, 800), np.arange(40, dtype=np.int32))
+    loads.save(tmp_path / "wide.safetensors")
+    options = ["plan", tmp_path / "wide.safetensors", "--ep-size", 8, "--num-redundant-experts", 8, "--folds", 2]
+    assert eplb(*options, "-o", tmp_path / "many.json").code == 0
+    code = (
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from eplb_cli.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *map(str, options), "-o", str(tmp_path / "one.json")]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "many.json").read_bytes()
