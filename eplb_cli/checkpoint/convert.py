@@ -37,6 +37,8 @@ __all__ = ["Conversion", "ConvertResult", "Estimate", "prepare"]
 
 _MARGIN_BYTES = 16 << 20
 """Room for directories, journals and the file system's own records."""
+_MOST_WAITING = 2
+"""Syncs that may lag behind the copying, each of a gibibyte or a shard."""
 _SEARCHED_BYTES = 64 << 20
 """Side files above this are not searched for names of experts; configs are far smaller."""
 
@@ -247,7 +249,7 @@ class Conversion:
         """Copy what is not finished yet; returns the bytes that were linked."""
         linked = 0
         waiting: list[Future[None]] = []
-        # One thread syncs and renames while the next shard is copied.
+        # One thread syncs and renames, in order, while the next bytes are copied.
         with ThreadPoolExecutor(1) as background:
             for shard in self.rewrite.shards:
                 for future in [future for future in waiting if future.done()]:
@@ -264,10 +266,10 @@ class Conversion:
                 copier.progress(start)
 
                 def step(descriptor: int, offset: int, name: str = shard.name) -> None:
-                    # Synced here, in the copying thread's turn, the note could never run ahead of the data.
-                    os.fdatasync(descriptor)
-                    transaction.record_offset(name, offset)
-                    os.posix_fadvise(descriptor, 0, offset, os.POSIX_FADV_DONTNEED)
+                    # A descriptor of its own: if the copy fails, the file is closed before the sync's turn comes.
+                    waiting.append(background.submit(transaction.sync_part, name, os.dup(descriptor), offset))
+                    if len(waiting) > _MOST_WAITING:
+                        waiting.pop(0).result()
 
                 try:
                     descriptor = copier.write(shard, transaction.part(shard.name), start=start, step=step)
@@ -275,7 +277,7 @@ class Conversion:
                     transaction.discard_part(shard.name)
                     raise
                 waiting.append(background.submit(transaction.finish, shard.name, descriptor, shard.size))
-                if len(waiting) > 1:
+                if len(waiting) > _MOST_WAITING:
                     waiting.pop(0).result()
             for future in waiting:
                 future.result()

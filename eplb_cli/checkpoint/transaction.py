@@ -75,8 +75,20 @@ class Transaction:
         """Where a file is written before it is complete."""
         return self.partial / f"{name}.part"
 
-    def record_offset(self, name: str, offset: int) -> None:
-        """Note that the first `offset` bytes of a file's part are on the device."""
+    def sync_part(self, name: str, descriptor: int, offset: int) -> None:
+        """Sync a part, then note that its first `offset` bytes are on the device. Closes the descriptor.
+
+        Raises:
+            OutputError: the device refuses.
+        """
+        try:
+            try:
+                os.fdatasync(descriptor)
+                os.posix_fadvise(descriptor, 0, offset, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise output_error(error, self.part(name)) from error
         self._append({"part": name, "offset": offset})
 
     def finish(self, name: str, descriptor: int, size: int) -> None:
