@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eplb_cli.placement import Placement
@@ -94,6 +95,31 @@ def test_static_never_rebalances_and_holds_the_plan(
     assert ranks[0].answer["physical_to_logical"] == plan.physical_to_logical.tolist()
 
 
+@pytest.mark.parametrize("use_async", [False, True])
+def test_our_policy_adapts_the_plan_in_bounded_steps(
+    engines: Engines,
+    vllm_models: dict[str, Served],
+    tokens: Callable[[str], list[list[int]]],
+    tmp_path: Path,
+    use_async: bool,
+) -> None:
+    model = vllm_models["llama4-per-expert" if use_async else "qwen3"]
+    plan = free_plan(model, seed=1)
+    plan.save(tmp_path / "plan.json")
+    ranks = engines.run(
+        model.folder,
+        {**TP2, **eplb_arguments(model.redundant, use_async=use_async)},
+        plan=tmp_path / "plan.json",
+        policy="eplb",
+        environment={"EPLB_MAX_MOVES": "3", "EPLB_MIN_GAIN": "0"},
+        rounds=5,
+    )
+    assert ranks[0].rounds == [tokens(model.name)] * 5
+    assert ranks[0].answer["rebalances"] >= 3
+    moved = (np.array(ranks[0].answer["physical_to_logical"]) != plan.physical_to_logical).sum()
+    assert 0 < moved <= 3 * ranks[0].answer["rebalances"]
+
+
 def test_asynchronous_rebalances_keep_the_tokens(
     engines: Engines, vllm_models: dict[str, Served], tokens: Callable[[str], list[list[int]]], tmp_path: Path
 ) -> None:
@@ -147,6 +173,30 @@ def test_a_physical_checkpoint_is_the_warm_start_to_the_bit(
     for rank in (0, 1):
         assert direct[rank].answer["slots"] == warm[rank].answer["slots"]
         assert direct[rank].logprobs == warm[rank].logprobs
+
+
+def test_a_physical_checkpoint_is_read_by_each_rank_for_its_own_slots(
+    engines: Engines, vllm_models: dict[str, Served], eplb: Callable[..., Run], tmp_path: Path
+) -> None:
+    model = vllm_models["qwen3"]
+    plan = free_plan(model)
+    plan.save(tmp_path / "plan.json")
+    out = tmp_path / "physical"
+    assert eplb("convert", model.folder, tmp_path / "plan.json", "--layout", "physical", "-o", out).code == 0
+    (tmp_path / "read").mkdir()
+    ranks = engines.run(
+        out,
+        {**TP2, **eplb_arguments(model.redundant)},
+        plan=out / "eplb_plan.json",
+        layout="physical",
+        breakage="note_tensors_read",
+        environment={"TENSORS_READ": str(tmp_path / "read")},
+    )
+    assert len(ranks[0].rounds) == 1
+    for rank in (0, 1):
+        names = (tmp_path / f"read/rank{rank}").read_text().splitlines()
+        slots = {int(name.split(".experts.")[1].split(".")[0]) for name in names if ".experts." in name}
+        assert slots == set(range(rank * plan.slots_per_rank, (rank + 1) * plan.slots_per_rank))
 
 
 BROKEN = {

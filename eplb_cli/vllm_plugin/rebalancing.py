@@ -86,8 +86,8 @@ class WatchedPolicy:
         Seeded, and the same on every rank.
         """
         layers = np.arange(len(rows), dtype=np.int32)
-        live = Placement(rows, layers, loads.shape[1], self._ep_size)
-        max_moves = self._settings.max_moves
+        live = Placement(_without_twins(rows, loads, self._ep_size), layers, loads.shape[1], self._ep_size)
+        most = max(1, rows.size // 20) if self._settings.max_moves is None else self._settings.max_moves
         request = PlanRequest(
             ep_size=self._ep_size,
             num_redundant_experts=live.num_redundant_experts,
@@ -95,11 +95,11 @@ class WatchedPolicy:
             effort="fast",
             folds=0,
             previous=live,
-            max_moves=max(1, rows.size // 20) if max_moves is None else max_moves,
+            max_moves=most,
         )
         window = ExpertLoads(loads[None], np.zeros(1, np.int64), layers)
-        proposal = make_plan(window, request).placement.physical_to_logical
-        before, after = (balancedness(rank_loads(rows_, window.counts, self._ep_size)) for rows_ in (rows, proposal))
+        proposal = _within(most, rows, make_plan(window, request).placement.physical_to_logical, loads, self._ep_size)
+        before, after = (balancedness(rank_loads(map_, window.counts, self._ep_size)) for map_ in (rows, proposal))
         return proposal if after - before >= self._settings.min_gain else rows
 
     def _answer(self, new: npt.NDArray[np.int32], old: Tensor) -> Any:
@@ -151,3 +151,45 @@ class WatchedPolicy:
                     for tensor in model_state.model.expert_weights[0]
                 )
         return 0
+
+
+def _without_twins(rows: npt.NDArray[np.int32], loads: npt.NDArray[np.int64], ep_size: int) -> npt.NDArray[np.int32]:
+    """The placement with each second copy of an expert on a rank replaced by what the rank lacks and needs most.
+
+    vLLM's policy makes such copies, which serve nothing; the planner would place their layers anew, and move much.
+    """
+    mended = rows.copy()
+    per_rank = rows.shape[1] // ep_size
+    by_rank = np.sort(rows.reshape(len(rows), ep_size, per_rank), -1)
+    for layer, rank in np.unique(np.argwhere(by_rank[..., 1:] == by_rank[..., :-1])[:, :2], axis=0):
+        copies = np.bincount(mended[layer], minlength=loads.shape[1])
+        slots = mended[layer, rank * per_rank : (rank + 1) * per_rank]
+        for slot in range(per_rank):
+            if (slots[:slot] == slots[slot]).any():
+                share = loads[layer] / copies
+                share[slots] = -1.0
+                copies[slots[slot]] -= 1
+                slots[slot] = share.argmax()
+                copies[slots[slot]] += 1
+    return mended
+
+
+def _within(
+    most: int,
+    old: npt.NDArray[np.int32],
+    new: npt.NDArray[np.int32],
+    loads: npt.NDArray[np.int64],
+    ep_size: int,
+) -> npt.NDArray[np.int32]:
+    """`new` in the layers that gain most per changed slot, `old` in the others; at most `most` slots change."""
+    changed = (old != new).sum(1)
+    if changed.sum() <= most:
+        return new
+    peak_old, peak_new = (rank_loads(rows, loads[None], ep_size)[0].max(1) for rows in (old, new))
+    gain = (peak_old - peak_new) / np.maximum(changed, 1)
+    kept = old.copy()
+    for layer in np.argsort(-gain, kind="stable"):
+        if gain[layer] > 0 and changed[layer] <= most:
+            kept[layer] = new[layer]
+            most -= int(changed[layer])
+    return kept

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 __all__ = ["BREAKAGES"]
@@ -55,7 +57,28 @@ def router_sees_another_map(rank: int) -> None:
     eplb_state.EplbState.add_model = detached
 
 
+def note_tensors_read(rank: int) -> None:
+    """Breaks nothing: writes down the names of the tensors that the loader takes from the checkpoint."""
+    from vllm.model_executor.model_loader import default_loader
+
+    iterate = default_loader.safetensors_weights_iterator
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        with Path(os.environ["TENSORS_READ"], f"rank{rank}").open("a") as stream:
+            for name, tensor in iterate(*args, **kwargs):
+                stream.write(f"{name}\n")
+                yield name, tensor
+
+    default_loader.safetensors_weights_iterator = noting
+
+
 BREAKAGES: dict[str, Callable[[int], None]] = {
     function.__name__: function
-    for function in (maps_without_weights, weights_without_maps, one_slot_corrupted, router_sees_another_map)
+    for function in (
+        maps_without_weights,
+        weights_without_maps,
+        one_slot_corrupted,
+        router_sees_another_map,
+        note_tensors_read,
+    )
 }

@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",
 }
 """What the CPU build needs to run several ranks on a small machine."""
 
