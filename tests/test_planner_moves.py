@@ -112,3 +112,11 @@ def test_held_out_figures_with_a_previous_plan_are_of_plans_that_start_from_it(e
     counts = traffic(windows=32)[16:]
     result = make_plan(loads_from(counts), PlanRequest(8, 8, folds=2, effort="fast", previous=earlier, max_moves=0))
     assert result.balancedness.held_out == result.balancedness.after
+
+
+def test_layers_that_the_new_loads_lack_stay_as_they_were(earlier: Placement) -> None:
+    counts = traffic(windows=32)[16:, :18]
+    result = make_plan(loads_from(counts), PlanRequest(8, 8, folds=0, effort="fast", previous=earlier))
+    assert result.placement.num_layers == 20
+    np.testing.assert_array_equal(result.placement.physical_to_logical[18:], earlier.physical_to_logical[18:])
+    assert any("the previous plan's layers 18, 19: they stay as they were" in warning for warning in result.warnings)

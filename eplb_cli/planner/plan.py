@@ -231,10 +231,12 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
         None if unseen is None else round(balancedness(unseen), DIGITS),
         _bound(loads, topology, request),
     )
-    layer_ids, rows, warning = _add_model_layers(loads.layer_ids, rows, initial[0], request.model)
-    warnings.extend(warning)
+    layer_ids, all_rows, named = _add_layers_without_loads(
+        loads.layer_ids, rows, initial[0], request.model, request.previous
+    )
+    warnings.extend(named)
     placement = Placement(
-        rows.astype(np.int32),
+        all_rows.astype(np.int32),
         layer_ids,
         topology.num_experts,
         topology.ep_size,
@@ -270,7 +272,7 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
             round(float(per_layer_before[worst]), DIGITS),
             round(float(per_layer_after[worst]), DIGITS),
         ),
-        None if previous is None else int(moved_slots(previous, rows[: loads.num_layers], topology.ep_size).sum()),
+        None if previous is None else int(moved_slots(previous, rows, topology.ep_size).sum()),
         extra_gib,
         _confidence(loads, topology, request, unseen),
         tuple(warnings),
@@ -333,32 +335,48 @@ def _remarks_on_loads(loads: ExpertLoads) -> tuple[list[str], list[str]]:
     return warnings, []
 
 
-def _add_model_layers(
+def _add_layers_without_loads(
     layer_ids: npt.NDArray[np.int32],
     rows: IntArray,
     initial: npt.NDArray[np.int32],
     model: ModelShape | None,
+    previous: Placement | None,
 ) -> tuple[npt.NDArray[np.int32], IntArray, list[str]]:
-    """Rows for all of the model's MoE layers: those without loads get the initial layout, and one warning."""
-    if model is None or model.moe_layer_ids is None:
-        return layer_ids, rows, []
-    foreign = sorted(set(layer_ids.tolist()) - set(model.moe_layer_ids))
-    if foreign:
+    """Rows for layers of the model or the previous plan that the loads lack: as they were, else the initial layout.
+
+    One warning each names them.
+    """
+    planned = set(layer_ids.tolist())
+    kept = {} if previous is None else dict(zip(previous.layer_ids.tolist(), previous.physical_to_logical, strict=True))
+    moe_layers = None if model is None else model.moe_layer_ids
+    foreign = [] if moe_layers is None else sorted((planned | kept.keys()) - set(moe_layers))
+    if foreign and moe_layers is not None:
+        source = "loads" if foreign[0] in planned else "rows of the previous plan"
         raise PlacementError(
-            f"the loads are of layers {', '.join(map(str, foreign))}, which are not MoE layers of the model",
-            rule=f"its MoE layers are {', '.join(map(str, model.moe_layer_ids))}",
+            f"the {source} are of layers {', '.join(map(str, foreign))}, which are not MoE layers of the model",
+            rule=f"its MoE layers are {', '.join(map(str, moe_layers))}",
         )
-    absent = sorted(set(model.moe_layer_ids) - set(layer_ids.tolist()))
-    if not absent:
+    as_before = sorted(kept.keys() - planned)
+    as_initial = sorted(set(moe_layers or ()) - planned - kept.keys())
+    warnings = [
+        f"the loads lack {whose} layer{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}: {outcome}"
+        for absent, whose, outcome in (
+            (as_initial, "the model's", "vLLM's initial layout is kept there"),
+            (
+                as_before,
+                "the previous plan's",
+                "they stay as they were" if len(as_before) > 1 else "it stays as it was",
+            ),
+        )
+        if absent
+    ]
+    more = [*(kept[layer] for layer in as_before), *(initial for _ in as_initial)]
+    if not more:
         return layer_ids, rows, []
-    all_ids = np.array([*layer_ids.tolist(), *absent], np.int32)
-    all_rows = np.concatenate([rows, np.tile(initial.astype(np.int64), (len(absent), 1))])
+    all_ids = np.array([*layer_ids.tolist(), *as_before, *as_initial], np.int32)
+    all_rows = np.concatenate([rows, np.array(more, np.int64)])
     order = np.argsort(all_ids, kind="stable")
-    warning = (
-        f"the loads lack the model's layer{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}: "
-        "vLLM's initial layout is kept there"
-    )
-    return all_ids[order], all_rows[order], [warning]
+    return all_ids[order], all_rows[order], warnings
 
 
 def _previous_rows(loads: ExpertLoads, topology: Topology, previous: Placement) -> IntArray:
