@@ -4,7 +4,8 @@ Letters, here and in docs/planner.md: W windows, T merged windows, L MoE layers,
 P = E + R physical slots, G EP ranks, S = P / G slots per rank; w loads, c copies, C second moments over windows.
 """
 
-from eplb_cli.planner.plan import Figures, NodeOption, PlanResult, WorstLayer, make_plan
+from eplb_cli.planner.nodes import NodeOption
+from eplb_cli.planner.plan import Figures, PlanResult, WorstLayer, make_plan
 from eplb_cli.planner.request import EFFORTS, NODE_POLICIES, STRATEGIES, Effort, NodePolicy, PlanRequest, Strategy
 from eplb_cli.planner.scoring import Score, score
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,27 @@ import numpy.typing as npt
 from eplb_cli.metrics import least_shares, rank_shares
 from eplb_cli.planner.windows import IntArray
 
-__all__ = ["experts_by_node", "off_home_price", "off_home_share", "strict_peaks"]
+__all__ = ["NodeOption", "experts_by_node", "off_home_price", "off_home_share", "strict_peaks"]
 
 MOST_PARTITIONS = 20_000
 """Ways to split groups over nodes that are all tried; beyond, groups are packed heaviest first."""
+
+
+@dataclass(frozen=True)
+class NodeOption:
+    """One way to treat expert groups on nodes.
+
+    Args:
+        policy: "flat", "relaxed" or "strict".
+        balancedness: of the plan on the planned windows.
+        bound: upper bound of that policy; None where there are too many ways to split the groups.
+        off_home_share: share of the load served outside the node that serves most of its group.
+    """
+
+    policy: str
+    balancedness: float
+    bound: float | None
+    off_home_share: float
 
 
 def _partitions(groups: int, nodes: int) -> list[list[tuple[int, ...]]] | None:

@@ -19,6 +19,7 @@ from eplb_cli.metrics import (
     rank_loads,
 )
 from eplb_cli.placement import Placement, Provenance
+from eplb_cli.planner import remarks
 from eplb_cli.planner.confidence import (
     LOSS_ALLOWED,
     WINDOWS_NEEDED,
@@ -28,18 +29,16 @@ from eplb_cli.planner.confidence import (
     tokens_needed,
 )
 from eplb_cli.planner.moves import TradeOff, moved_slots
-from eplb_cli.planner.nodes import off_home_share, strict_peaks
+from eplb_cli.planner.nodes import NodeOption, off_home_share, strict_peaks
 from eplb_cli.planner.placing import cross_validate, place, place_after
 from eplb_cli.planner.redundancy import CROSSOVER_TOKENS, KNEE, SweepPoint, candidates, compulsory, knee
 from eplb_cli.planner.request import NODE_POLICIES, PlanRequest, Strategy, Topology, topology_of
 from eplb_cli.planner.scoring import DIGITS
 
-__all__ = ["Figures", "NodeOption", "PlanResult", "WorstLayer", "make_plan"]
+__all__ = ["Figures", "PlanResult", "WorstLayer", "make_plan"]
 
 IntArray = npt.NDArray[np.int64]
 
-FEW_ASSIGNMENTS = 100
-"""Assignments per expert and layer below which a plan follows noise: their relative error is 1 / sqrt(100)."""
 OBJECTIVES = {
     "windows": "sum over windows of the busiest rank's load",
     "mean": "busiest rank's summed load",
@@ -65,23 +64,6 @@ class WorstLayer:
     layer_id: int
     before: float
     after: float
-
-
-@dataclass(frozen=True)
-class NodeOption:
-    """One way to treat expert groups on nodes.
-
-    Args:
-        policy: "flat", "relaxed" or "strict".
-        balancedness: of the plan on the planned windows.
-        bound: upper bound of that policy; None where there are too many ways to split the groups.
-        off_home_share: share of the load served outside the node that serves most of its group.
-    """
-
-    policy: str
-    balancedness: float
-    bound: float | None
-    off_home_share: float
 
 
 @dataclass(frozen=True)
@@ -191,7 +173,8 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
         )
     strategy, reason = _choose_strategy(loads, request)
     request = replace(request, strategy=strategy)
-    warnings, notes = _remarks_on_loads(loads)
+    warnings = remarks.on_loads(loads)
+    notes: list[str] = []
     sweep: tuple[SweepPoint, ...] = ()
     if request.num_redundant_experts == "auto":
         sweep, chosen, remark = _sweep_redundancy(loads, request)
@@ -199,7 +182,7 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
         notes.append(remark)
     topology = topology_of(loads, request)
     extra_gib = _extra_gib(topology, request)
-    notes.extend(_remarks_on_topology(loads, topology))
+    notes.extend(remarks.on_initial_layout(loads, topology))
     if topology.ep_size == 1:
         notes.append("One rank: there is nothing to balance, the plan is the identity.")
     if strategy == "deepseek":
@@ -217,14 +200,14 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
         rows = place(loads.counts, topology, request)
     unseen = cross_validate(loads.counts, topology, request, None if curve is None else previous)
     if strategy == "mean" and topology.ep_size > 1:
-        notes.append(_remark_on_mean(loads, topology, request, unseen))
+        notes.append(remarks.on_mean(loads, topology, request, unseen))
 
     initial = np.tile(initial_map(topology.num_experts, topology.num_redundant_experts), (loads.num_layers, 1))
     before, after = (rank_loads(candidate, loads.counts, topology.ep_size) for candidate in (initial, rows))
     per_layer_before, per_layer_after = balancedness_per_layer(before), balancedness_per_layer(after)
     worst = int(per_layer_after.argmin())
     options = _node_options(loads, topology, request, rows)
-    warnings.extend(_remarks_on_nodes(options))
+    warnings.extend(remarks.on_nodes(options))
     figures = Figures(
         round(balancedness(before), DIGITS),
         round(balancedness(after), DIGITS),
@@ -312,27 +295,6 @@ def _extra_gib(topology: Topology, request: PlanRequest) -> float | None:
             ),
         )
     return round(extra, DIGITS)
-
-
-def _remarks_on_loads(loads: ExpertLoads) -> tuple[list[str], list[str]]:
-    warnings: list[str] = []
-    total = loads.counts.sum(0)
-    empty = loads.layer_ids[~total.any(1)]
-    if empty.size:
-        warnings.append(
-            f"no load in layer{'s' * (empty.size > 1)} {', '.join(map(str, empty.tolist()))}: "
-            "spare copies go round robin there"
-        )
-    held = total.sum(1)[total.any(1)]
-    if held.size and held.min() < FEW_ASSIGNMENTS * loads.num_experts:
-        tail = "" if loads.num_windows >= 2 else "; held-out balancedness is not known"
-        warnings.append(
-            f"fewer than {FEW_ASSIGNMENTS} tokens per expert ({held.min() / loads.num_experts:.1f} in the layer with "
-            f"the fewest){tail}"
-        )
-    elif loads.num_windows < 2:
-        warnings.append("the loads hold one window; held-out balancedness is not known")
-    return warnings, []
 
 
 def _add_layers_without_loads(
@@ -452,55 +414,6 @@ def _node_options(
             )
         )
     return tuple(options)
-
-
-def _remarks_on_nodes(options: tuple[NodeOption, ...]) -> list[str]:
-    by_policy = {option.policy: option for option in options}
-    strict, flat = by_policy.get("strict"), by_policy.get("flat")
-    if strict is None or flat is None or strict.bound is None or strict.bound > flat.balancedness:
-        return []
-    return [
-        f"whole groups on nodes cap balancedness at {strict.bound:.3f} on these loads (flat reaches "
-        f"{flat.balancedness:.3f}); vLLM's own balancer does that unasked whenever groups divide by nodes"
-    ]
-
-
-def _remarks_on_topology(loads: ExpertLoads, topology: Topology) -> list[str]:
-    """The stock map with R > 0 doubles the first experts, whatever their load: worse than none unless relabelled."""
-    if not topology.num_redundant_experts or topology.num_experts % topology.ep_size:
-        return []
-    doubled, plain = (
-        balancedness(
-            rank_loads(
-                np.tile(initial_map(topology.num_experts, redundant), (loads.num_layers, 1)),
-                loads.counts,
-                topology.ep_size,
-            )
-        )
-        for redundant in (topology.num_redundant_experts, 0)
-    )
-    if doubled >= plain:
-        return []
-    return [
-        f"Do not start vLLM with R = {topology.num_redundant_experts} without a plan: its spare slots repeat the first "
-        f"experts, whatever their load; balancedness {doubled:.3f}, below the {plain:.3f} of R = 0."
-    ]
-
-
-def _remark_on_mean(
-    loads: ExpertLoads, topology: Topology, request: PlanRequest, unseen: npt.NDArray[np.float64] | None
-) -> str:
-    remark = "mean balances the summed load; on traffic it has not seen that is no better than the reference's plan."
-    by_windows = None
-    if unseen is not None:
-        tried = replace(request, strategy="windows", effort="fast", previous=None, max_moves=None)
-        by_windows = cross_validate(loads.counts, topology, tried)
-    if unseen is None or by_windows is None:
-        return f"{remark} Record windows: they are worth 1 to 12 points (docs/planner.md)."
-    return (
-        f"{remark} --strategy windows reaches {balancedness(by_windows):.3f} held out with a fast search, "
-        f"mean {balancedness(unseen):.3f}."
-    )
 
 
 def _confidence(
