@@ -258,14 +258,15 @@ class Placement:
                 hint="A plan is the JSON file that `eplb plan` writes; other engines' files come in by `eplb import`.",
             )
         version = document.get("version")
-        if version != VERSION:
-            raise PlacementError(f"has plan version {version}", rule=f"this eplb reads version {VERSION}")
+        if version != VERSION or type(version) is not int:
+            found = "no plan version" if version is None else f"plan version {version!r}"
+            raise PlacementError(f"has {found}", rule=f"this eplb reads version {VERSION}")
         _check_keys(document, _KEYS, "the plan")
         model = _section(document, "model", _MODEL_KEYS)
         topology = _section(document, "topology", _TOPOLOGY_KEYS)
         layers = document.get("layers")
-        if not isinstance(layers, list):
-            raise PlacementError("has no list `layers`")
+        if not isinstance(layers, list) or not layers:
+            raise PlacementError("has no list `layers`" if layers != [] else "has no layer")
         for entry in layers:
             if not isinstance(entry, dict):
                 raise PlacementError("has a layer that is not an object")
@@ -282,31 +283,32 @@ class Placement:
                     layer=entry["layer_id"],
                     rule=f"every layer has experts + num_redundant_experts = {width}",
                 )
+            widest = max(row, key=abs, default=0)
+            if abs(widest) >= 2**31:
+                raise PlacementError(f"holds expert {widest}", layer=entry["layer_id"], rule="experts fit in 32 bits")
         for index, entry in enumerate(layers):
             if entry.get("moe_index", index) != index:
                 raise PlacementError(
                     f"moe_index is {entry['moe_index']}", layer=entry["layer_id"], rule=f"it must be {index}"
                 )
-        figures = document.get("balancedness") or {}
-        if not isinstance(figures, dict):
+        figures = document.get("balancedness")
+        if figures is not None and not isinstance(figures, dict):
             raise PlacementError("balancedness is not an object")
-        rows = np.array([entry["physical_to_logical"] for entry in layers], np.int64).reshape(len(layers), width)
-        if rows.size and np.abs(rows).max() > np.iinfo(np.int32).max:
-            raise PlacementError(f"holds expert {int(rows.max())}", rule="experts fit in 32 bits")
+        _check_keys(figures or {}, _FIGURE_KEYS, "`balancedness`")
         return cls(
-            rows.astype(np.int32),
+            np.array([entry["physical_to_logical"] for entry in layers], np.int32).reshape(len(layers), width),
             np.array([entry["layer_id"] for entry in layers], np.int32),
             _integer(model, "experts"),
             _integer(topology, "ep_size"),
             _integer(topology, "nodes", default=1),
             Provenance(
-                architecture=model.get("architecture"),
-                top_k=model.get("top_k"),
-                strategy=document.get("strategy"),
-                objective=document.get("objective"),
-                seed=document.get("seed"),
-                profile_sha256=document.get("profile_sha256"),
-                balancedness=figures,
+                architecture=_optional(model, "architecture", str),
+                top_k=_optional(model, "top_k", int),
+                strategy=_optional(document, "strategy", str),
+                objective=_optional(document, "objective", str),
+                seed=_optional(document, "seed", int),
+                profile_sha256=_optional(document, "profile_sha256", str),
+                balancedness={key: _optional(figures, key, float, int) for key in figures or {}},
             ),
         )
 
@@ -327,6 +329,7 @@ _KEYS = {
 _MODEL_KEYS = {"architecture", "experts", "top_k"}
 _TOPOLOGY_KEYS = {"ep_size", "nodes"}
 _LAYER_KEYS = {"layer_id", "moe_index", "physical_to_logical"}
+_FIGURE_KEYS = {"after", "before", "bound", "held_out"}
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -361,6 +364,14 @@ def _section(document: Mapping[str, Any], key: str, known: set[str]) -> dict[str
 
 def _integer(mapping: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = mapping.get(key, default)
-    if type(value) is not int or value < 0:
-        raise PlacementError(f"`{key}` is {value!r}", rule="it must be an integer >= 0")
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise PlacementError(f"`{key}` is {value!r}", rule="it must be an integer >= 0 that fits in 32 bits")
+    return value
+
+
+def _optional(mapping: Mapping[str, Any], key: str, *kinds: type) -> Any:
+    value = mapping.get(key)
+    if value is not None and type(value) not in kinds:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise PlacementError(f"`{key}` is {value!r}", rule=f"it must be {expected}, or null")
     return value

@@ -24,7 +24,7 @@ def placement(rows: list[list[int]], num_experts: int, ep_size: int, **fields: o
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
     """Any legal placement of up to 9 experts on up to 4 ranks, twins included."""
-    experts, ranks, layers = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    experts, ranks, layers = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     redundant = smallest_redundancy(experts, ranks) + ranks * draw(st.integers(0, 2))
     rows = [
         draw(
@@ -146,7 +146,17 @@ def edited(**changes: object) -> bytes:
         (edited(topology__ep_size="2"), "`ep_size` is '2'"),
         (edited(topology=None), "has no section `topology`"),
         (edited(layers=3), "has no list `layers`"),
-        (edited(layers__0__physical_to_logical=[0, 2**40]), "experts fit in 32 bits"),
+        (edited(layers__0__physical_to_logical=[0, 2**40]), "layer 0: holds expert .*; experts fit in 32 bits"),
+        (edited(layers__0__physical_to_logical=[0, -(2**80)]), "experts fit in 32 bits"),
+        (edited(layers__1__layer_id=2**40), "`layer_id` is 1099511627776"),
+        (edited(layers=[]), "has no layer"),
+        (edited(version=None), "has no plan version; this eplb reads version 1"),
+        (edited(version="1"), "has plan version '1'"),
+        (edited(seed="x"), "`seed` is 'x'; it must be int, or null"),
+        (edited(strategy=5), "`strategy` is 5; it must be str, or null"),
+        (edited(model__top_k=True), "`top_k` is True"),
+        (edited(balancedness__bfore=0.5), "unknown key 'bfore'; did you mean 'before'?"),
+        (edited(balancedness__after="good"), "`after` is 'good'"),
         (edited(balancedness__after=float("nan")), "holds NaN"),
     ],
 )
