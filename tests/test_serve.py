@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -190,21 +192,33 @@ def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
         read_arguments(["--config", str(tmp_path / "none.yaml")])
 
 
-def test_plugins_that_are_named_stay_named(
+def test_ray_workers_get_the_variables_and_plugins_that_are_named_stay_named(
     eplb: Eplb, tiny_qwen3_moe: Path, plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
-    run = eplb("serve", tiny_qwen3_moe, "--plan", plan, "--dry-run", "--format", "json", "-tp", "2")
-    assert run.json["environment"]["VLLM_PLUGINS"] == "mine,eplb"
-
-
-def test_ray_workers_get_the_variables(eplb: Eplb, tiny_qwen3_moe: Path, plan: Path) -> None:
     run = eplb(
         "serve", tiny_qwen3_moe, "--plan", plan, "--dry-run", "--format", "json", "-tp", "2",
         "--distributed-executor-backend", "ray",
     )  # fmt: skip
+    assert run.json["environment"]["VLLM_PLUGINS"] == "mine,eplb"
     assert run.json["environment"]["VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"] == "EPLB_"
     assert any("each needs eplb installed" in note for note in run.json["notes"])
+
+
+def test_a_port_where_another_server_answers_is_refused(eplb: Eplb, tiny_qwen3_moe: Path, plan: Path) -> None:
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        run = eplb("serve", tiny_qwen3_moe, "--plan", plan, "-tp", "2", "--port", other.server_port)
+        other.shutdown()
+    assert (run.code, f"another server answers at port {other.server_port}" in run.err) == (1, True)
 
 
 def test_settings_survive_the_environment(tmp_path: Path) -> None:

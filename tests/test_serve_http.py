@@ -62,7 +62,11 @@ def eplb_serve(folder: Path, *arguments: object) -> Iterator[tuple[subprocess.Po
             if process.poll() is not None:
                 pytest.fail(f"eplb serve ended with {process.returncode}:\n{log.read_text()[-4000:]}")
             time.sleep(0.2)
-        yield process, Client(port), log
+        client = Client(port)
+        while not client.is_healthy():
+            assert process.poll() is None, log.read_text()[-4000:]
+            time.sleep(0.2)
+        yield process, client, log
     finally:
         if process.poll() is None:
             process.terminate()
@@ -154,7 +158,7 @@ def test_a_server_without_the_plugin_is_stopped(
     excluded = replace(launch, environment={**launch.environment, "VLLM_PLUGINS": "eplb_cpu_shim"})
     with Server(excluded, log=tmp_path / "log") as server:
         with pytest.raises(ServeError, match="vLLM came up without the plan"):
-            server.wait_until_ready()
+            server.wait_for_proof()
         assert server.process.poll() is not None
 
 

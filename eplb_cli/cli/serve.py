@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from eplb_cli.console import Console
-    from eplb_cli.serve import InForce, Launch
+    from eplb_cli.serve import Launch
     from eplb_cli.serve.requests import Answer
 
 __all__ = ["CONTEXT_SETTINGS", "EXAMPLES", "serve"]
@@ -135,7 +135,7 @@ def _reference_answers(
     plain = without_plan(launch, reference or model)
     console.note(f"smoke: first without EPLB: {plain.shell()}")
     with Server(plain, output="inherit" if console.is_human else "stderr") as server, server.signals_forwarded():
-        if server.wait_until_ready() is None:
+        if not server.wait_until_healthy():
             raise ServeError(f"vLLM ended with exit code {server.wait()} before the comparison")
         return answer_all(server, prompts, max_tokens=SMOKE_TOKENS)
 
@@ -147,12 +147,13 @@ def _run(console: Console, launch: Launch, expected: Sequence[Answer] | None, sm
     from eplb_cli.serve.requests import answer_all, compare, read_prompts
 
     with Server(launch, output="inherit" if console.is_human else "stderr") as server, server.signals_forwarded():
-        proof = server.wait_until_ready()
-        if proof is None:
+        proof = server.wait_for_proof() if launch.proven_by_plugin else None
+        if proof is not None:
+            slots = f"{proof.slots}/{proof.slots} slots verified"
+            console.note(f"plan in force on {proof.ranks} ranks, {slots} (sha256 {launch.plan_sha256})")
+        if not server.wait_until_healthy():
             console.warn("vLLM ended before it was ready")
             return server.wait()
-        if launch.proven_by_plugin:
-            console.note(_proven(proof, launch))
         if expected is not None and smoke is not None:
             found = compare(expected, answer_all(server, read_prompts(smoke), max_tokens=SMOKE_TOKENS))
             if found.differing:
@@ -165,8 +166,3 @@ def _run(console: Console, launch: Launch, expected: Sequence[Answer] | None, sm
             ties = f", {found.near_ties} part at a near tie" if found.near_ties else ""
             console.note(f"smoke: {found.identical}/{len(expected)} prompts give the same tokens without EPLB{ties}")
         return server.wait()
-
-
-def _proven(proof: InForce, launch: Launch) -> str:
-    slots = f"{proof.slots}/{proof.slots} slots verified"
-    return f"plan in force on {proof.ranks} ranks, {slots} (sha256 {launch.plan_sha256})"

@@ -74,7 +74,7 @@ def record_batch(
     log = output.with_name(output.name + ".vllm.log")
     log.unlink(missing_ok=True)
     with Server(launch, log=log) as server, server.signals_forwarded():
-        if server.wait_until_ready() is None:
+        if not server.wait_until_healthy():
             raise ServeError(f"vLLM ended with exit code {server.wait()}", file=log, hint="The log says why.")
         answer_all(server, requests, max_tokens=max_tokens, concurrency=concurrency)
         _wait_for_rest(partial)

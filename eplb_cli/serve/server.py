@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from eplb_cli.vllm_plugin.settings import VARIABLES
 from eplb_cli.vllm_plugin.status import read_records
 
 __all__ = ["InForce", "Server"]
+
+POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ class Server:
     status_dir: Path = field(init=False)
 
     def __enter__(self) -> Server:
+        arguments = self.launch.arguments
+        if not arguments.headless and self.is_healthy():
+            raise ServeError(
+                f"another server answers at {arguments.uds or f'port {arguments.port}'} already",
+                rule="its answers would be taken for this one's",
+                hint="Stop it, or choose another --port.",
+            )
         self.status_dir = Path(tempfile.mkdtemp(prefix="eplb-status-"))
         # Variables of another run must not reach this one.
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
@@ -111,39 +120,55 @@ class Server:
         code = self.process.wait()
         return 128 - code if code < 0 else code
 
-    def wait_until_ready(self, healthy: Callable[[], bool] | None = None) -> InForce | None:
-        """Wait until every rank has proven the plan and the server answers; None when it ended by itself before.
-
-        Without a plan, only until the server answers.
+    def wait_for_proof(self) -> InForce | None:
+        """Wait until every rank has proven the plan, which is before the server answers; None when vLLM ended first.
 
         Raises:
             ServeError: a rank reports a failure, or the server answers although the plan is not in force.
         """
-        healthy = healthy or self.is_healthy
         while True:
-            # Before the records are read: a server that answers has written all of them.
-            answers = not self.launch.arguments.headless and healthy()
-            records = list(read_records(self.status_dir))
-            failed = [record for record in records if "error" in record]
-            if failed:
-                self.stop(patience=10.0)
-                raise ServeError(failed[0]["error"], hint="vLLM was stopped; its log above has the details.")
+            # Asked before the records are read: a server that answers has written all of them.
+            answers = not self.launch.arguments.headless and self.is_healthy()
+            records = self._records()
             proof = self._proof(records)
-            if self.launch.proven_by_plugin:
-                if answers and proof is None:
-                    self.stop()
-                    raise ServeError(
-                        "vLLM came up without the plan", rule="every EP rank must report it",
-                        hint="Is eplb installed in the environment that vLLM runs in, on every node?",
-                    )  # fmt: skip
-                if proof is not None and (answers or self.launch.arguments.headless):
-                    return proof
-            elif answers or (self.launch.arguments.headless and self.process.poll() is None):
-                self._require_recording()
-                return InForce(0, 0)
+            if proof is not None:
+                return proof
+            if answers:
+                self.stop()
+                raise ServeError(
+                    "vLLM came up without the plan",
+                    rule="every EP rank must report it",
+                    hint="Is eplb installed in the environment that vLLM runs in, on every node?",
+                )
             if self.process.poll() is not None:
+                self._records()  # a failure written just before the end
                 return None
-            time.sleep(0.25)
+            time.sleep(POLL_SECONDS)
+
+    def wait_until_healthy(self) -> bool:
+        """Wait until the server answers requests, with the recorder where one was asked for; False when it ended first.
+
+        A headless node answers nobody; it counts as healthy.
+
+        Raises:
+            ServeError: a rank reports a failure, or the recorder is missing.
+        """
+        while not self.launch.arguments.headless and not self.is_healthy():
+            self._records()
+            if self.process.poll() is not None:
+                return False
+            time.sleep(POLL_SECONDS)
+        self._require_recording()
+        return True
+
+    def _records(self) -> list[dict[str, Any]]:
+        """What the ranks have reported; stops the server when one reports a failure."""
+        records = list(read_records(self.status_dir))
+        failed = [record for record in records if "error" in record]
+        if failed:
+            self.stop(patience=10.0)
+            raise ServeError(failed[0]["error"], hint="vLLM was stopped; its log above has the details.")
+        return records
 
     def _proof(self, records: Sequence[Mapping[str, Any]]) -> InForce | None:
         stages: dict[int, dict[int, Mapping[str, Any]]] = {}
