@@ -92,6 +92,15 @@ def test_an_expert_picked_twice_by_a_token_is_noticed(tmp_path: Path) -> None:
     assert any("of the first 8192 choices 6 name an expert twice" in warning for warning in warnings)
 
 
+def test_a_placeholder_that_is_ignored_is_no_expert_picked_twice(tmp_path: Path) -> None:
+    ids = random_ids(200, 2, 4, 16).astype(np.uint8)
+    ids[:, :, 2:] = 255
+    np.save(tmp_path / "a.npy", ids)
+    loads = read_traces([tmp_path / "a.npy"], ReadOptions(MODEL, ignore_expert_id=255)).loads
+    assert loads.dropped == {"ignored_expert_ids": 800}
+    assert not any("name an expert twice" in warning for warning in loads.warnings)
+
+
 def test_repeated_prompts_are_noticed(tmp_path: Path) -> None:
     ids = random_ids(20_000, 2, 4, 16)
     ids[10_000:10_100] = ids[:100]

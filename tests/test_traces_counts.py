@@ -254,6 +254,23 @@ def test_ids_stored_as_floats_are_not_taken_for_counts(tmp_path: Path) -> None:
         read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape(None, 16)))
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
+def test_an_array_named_counts_is_never_taken_for_ids(tmp_path: Path, suffix: str, dtype: type) -> None:
+    counts = np.random.default_rng(0).integers(0, 16, (3, 2, 20)).astype(dtype)
+    path = write(tmp_path / f"a{suffix}", counts)
+    assert (read_traces([path], ReadOptions()).loads.counts == counts).all()
+    with pytest.raises(TraceError, match="20 columns a layer, expected 16 experts"):
+        read_traces([path], ReadOptions(ModelShape(None, 16)))
+
+
+def test_a_number_beyond_64_bits_is_refused_at_any_depth(tmp_path: Path) -> None:
+    for content in ('{"counts": [99999999999999999999]}', '{"counts": [[1, 99999999999999999999]]}'):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(TraceError, match="load is 99999999999999999999; loads fit in 64 bits"):
+            read_traces([tmp_path / "a.json"], ReadOptions())
+
+
 def test_a_missing_file_is_no_default(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such file"):
         read_traces([tmp_path / "nope.json"], ReadOptions())

@@ -14,7 +14,10 @@ from eplb_cli.errors import TraceError
 from eplb_cli.traces.files import ArrayHeader, Container, TraceFile, read_array_header
 from eplb_cli.traces.protocol import ReadOptions
 
-__all__ = ["array_kind", "sample_rows", "stream_rows"]
+__all__ = ["COUNT_NAMES", "array_kind", "sample_rows", "stream_rows"]
+
+COUNT_NAMES = ("counts", "expert_counts", "expert_load", "expert_loads", "loads", "load", "moe_load")
+"""Names by which an array in a container says that it holds counts."""
 
 MAX_TOP_K = 64
 MAX_UNKNOWN_TOP_K = 16

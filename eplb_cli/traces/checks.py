@@ -135,7 +135,7 @@ def refuse_zero_layers(block: TokenBlock, rows: LayerRows, model: ModelShape | N
         )
 
 
-def first_tokens(block: TokenBlock, rows: LayerRows) -> list[str]:
+def first_tokens(block: TokenBlock, rows: LayerRows, ignore: int | None) -> list[str]:
     """Remarks on the first tokens of a file: a dummy batch in front, and experts picked twice by one token."""
     name = Path(block.file).name
     warnings = []
@@ -146,7 +146,8 @@ def first_tokens(block: TokenBlock, rows: LayerRows) -> list[str]:
             "--skip-steps leaves windows out at the start"
         )
     picks = np.sort(block.ids[:SAMPLED_TOKENS, rows.positions], axis=2).astype(np.int64)
-    twice = int(((picks[..., 1:] == picks[..., :-1]) & (picks[..., 1:] >= 0)).any(2).sum())
+    told = (picks >= 0) & (picks != (-1 if ignore is None else ignore))
+    twice = int(((picks[..., 1:] == picks[..., :-1]) & told[..., 1:]).any(2).sum())
     if twice:
         warnings.append(
             f"{name}: of the first {picks.shape[0] * picks.shape[1]} choices {twice} name an expert twice, which no "

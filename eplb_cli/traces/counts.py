@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
-from eplb_cli.traces.arrays import array_kind, sample_rows
+from eplb_cli.traces.arrays import COUNT_NAMES, array_kind, sample_rows
 from eplb_cli.traces.files import Container, TraceFile, tensor_to_numpy
 from eplb_cli.traces.protocol import (
     CountBlock,
@@ -33,7 +33,6 @@ from eplb_cli.traces.protocol import (
 
 __all__ = ["CountMatrixReader", "json_matrix"]
 
-KEYS = ("counts", "expert_counts", "expert_load", "expert_loads", "loads", "load", "moe_load")
 SIDE_KEYS = ("layer_ids", "tokens", "window_ids")
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
 
@@ -77,7 +76,7 @@ class CountMatrixReader:
             kind = array_kind(shape, dtype, sample_rows(file, file.npy_header), options)
             if kind != "counts":
                 return near_miss(f"{dtype} {list(shape)} does not look like counts", 10)
-        elif array_kind(shape, dtype, np.zeros((0, *shape[1:])), options) == "ids":
+        elif name not in COUNT_NAMES and array_kind(shape, dtype, np.zeros((0, *shape[1:])), options) == "ids":
             return near_miss(f"{dtype} {list(shape)} looks like per-token ids, not counts", 20)
         return matches(f"{dtype} {list(shape)}", 60)
 
@@ -164,13 +163,15 @@ def _read(file: TraceFile) -> _Matrix:
         raise TraceError("holds no array", file=file.name, rule=CountMatrixReader.looks_for)
     name = _choose({key: (array.shape, array.dtype) for key, array in arrays.items()})
     if name is None:
-        raise TraceError(f"holds {sorted(arrays)}", file=file.name, rule=f"one array, or one named {' or '.join(KEYS)}")
+        raise TraceError(
+            f"holds {sorted(arrays)}", file=file.name, rule=f"one array, or one named {' or '.join(COUNT_NAMES)}"
+        )
     return _Matrix(arrays[name], {key: arrays[key] for key in SIDE_KEYS if key in arrays})
 
 
 def _choose(shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> str | None:
     """The array that holds the counts: of a telling name, or the only one that is not a companion."""
-    named = [key for key in KEYS if key in shapes]
+    named = [key for key in COUNT_NAMES if key in shapes]
     if named:
         return named[0]
     others = [key for key in shapes if key not in SIDE_KEYS]
@@ -213,10 +214,10 @@ def _recognise_json(file: TraceFile) -> Match:
         nested = document and isinstance(document[0], list)
         return matches("a nested list", 60) if nested else near_miss("the list does not hold lists", 10)
     if isinstance(document, dict):
-        key = next((key for key in KEYS if isinstance(document.get(key), list)), None)
+        key = next((key for key in COUNT_NAMES if isinstance(document.get(key), list)), None)
         if key:
             return matches(f"holds `{key}`", 60)
-        return near_miss(f"the object holds {sorted(map(str, document))[:8]}, not one of {list(KEYS)}", 10)
+        return near_miss(f"the object holds {sorted(map(str, document))[:8]}, not one of {list(COUNT_NAMES)}", 10)
     return no_match("not a list or an object")
 
 
@@ -225,9 +226,11 @@ def _json_parts(document: Any, file: str) -> tuple[npt.NDArray[Any], dict[str, n
         return json_matrix(document, file), {}
     if not isinstance(document, dict):
         raise TraceError("is neither a list nor an object", file=file, rule=CountMatrixReader.looks_for)
-    key = next((key for key in KEYS if isinstance(document.get(key), list)), None)
+    key = next((key for key in COUNT_NAMES if isinstance(document.get(key), list)), None)
     if key is None:
-        raise TraceError(f"holds {sorted(map(str, document))[:8]}", file=file, rule=f"one of {list(KEYS)} is expected")
+        raise TraceError(
+            f"holds {sorted(map(str, document))[:8]}", file=file, rule=f"one of {list(COUNT_NAMES)} is expected"
+        )
     side = {}
     for name in SIDE_KEYS:
         if name in document:
@@ -255,13 +258,11 @@ def json_matrix(rows: Any, file: str) -> npt.NDArray[Any]:
 
 def _find_fault(rows: Any, file: str, at: tuple[int, ...]) -> None:
     if not isinstance(rows, list):
+        layer, expert = (None, None, *at)[-2:]
         if isinstance(rows, bool) or not isinstance(rows, int | float):
-            layer = at[-2] if len(at) > 1 else None
-            raise TraceError(
-                f"load is {rows!r}", file=file, layer=layer, expert=at[-1] if at else None, rule="loads are numbers"
-            )
+            raise TraceError(f"load is {rows!r}", file=file, layer=layer, expert=expert, rule="loads are numbers")
         if isinstance(rows, int) and not -(2**63) <= rows < 2**63:
-            raise TraceError(f"load is {rows}", file=file, layer=at[-2], expert=at[-1], rule="loads fit in 64 bits")
+            raise TraceError(f"load is {rows}", file=file, layer=layer, expert=expert, rule="loads fit in 64 bits")
         return
     lengths = {len(row) if isinstance(row, list) else -1 for row in rows}
     if len(lengths) > 1:

@@ -215,7 +215,7 @@ class _Collector:
         rows = self.rows_of(block.axis, block.file)
         if not block.first_row:
             checks.refuse_zero_layers(block, rows, self.model)
-            for warning in checks.first_tokens(block, rows):
+            for warning in checks.first_tokens(block, rows, self.options.ignore_expert_id):
                 self.warn(warning)
         plan = self.options.physical_to_logical
         fold = None if plan is None else self.plan_rows(rows, None, block.file)

@@ -226,7 +226,7 @@ class ReadOptions:
         """
         if self.num_experts is None:
             raise UsageError(
-                "a per-token trace does not say how many experts the model has",
+                "the trace does not say how many experts the model has",
                 file=file,
                 hint="Pass --model MODEL, or --num-experts E.",
             )

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import TraceError, UsageError
-from eplb_cli.traces.arrays import array_kind, sample_rows, stream_rows
+from eplb_cli.traces.arrays import COUNT_NAMES, array_kind, sample_rows, stream_rows
 from eplb_cli.traces.files import ArrayHeader, Container, TraceFile
 from eplb_cli.traces.protocol import (
     ALL,
@@ -48,6 +48,8 @@ class TokenIdsReader:
             headers = file.npz_headers()
             key = _key(headers)
             if key is not None and key not in KEYS:
+                if key in COUNT_NAMES:
+                    return no_match(f"`{key}` holds counts")
                 only = headers[key]
                 kind = array_kind(only.shape, only.dtype, np.zeros((0, *only.shape[1:])), options)
                 return matches("its one array is [tokens, layers, top-k]", 65) if kind == "ids" else no_match()
