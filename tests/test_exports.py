@@ -191,6 +191,11 @@ class TestExpertMap:
         assert imported.placement.layer_ids.tolist() == [0, 1, 2]
         assert "taken as decoder layers 0..2" in imported.warnings[0]
 
+    def test_a_number_of_experts_that_nobody_told_is_said(self, name: str) -> None:
+        guess = "8 experts were taken from the highest id; pass --model or --num-experts to check"
+        assert guess in import_placement(written(name), ENGINES[name], Facts()).warnings
+        assert guess not in import_placement(written(name), ENGINES[name], Facts(num_experts=8)).warnings
+
 
 class TestVllmProposals:
     def test_the_jsonl_rules(self) -> None:
@@ -344,7 +349,7 @@ def test_a_broken_file_is_named(content: bytes, message: str) -> None:
 
 def test_facts_that_contradict_the_file_are_refused() -> None:
     content = written("vllm-ascend")
-    with pytest.raises(PlacementError, match="the file is for 4; --ep-size says 2"):
+    with pytest.raises(PlacementError, match="the file is for 4 ranks; --ep-size says 2"):
         import_placement(content, ENGINES["vllm-ascend"], Facts(MODEL, ep_size=2))
     with pytest.raises(PlacementError, match="holds 3 layers; 2 MoE layers are expected"):
         import_placement(content, ENGINES["vllm-ascend"], Facts(layer_ids=(1, 2)))

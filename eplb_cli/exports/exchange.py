@@ -160,19 +160,21 @@ def import_placement(content: bytes, engine: Engine, facts: Facts) -> Imported:
     """
     warnings: list[str] = []
     decoded = engine.decode(content)
-    ep_size = _agreed("--ep-size", facts.ep_size, decoded.ep_size)
+    ep_size = _agreed("ranks", "--ep-size", facts.ep_size, decoded.ep_size)
     if ep_size is None:
         raise UsageError(
             f"a {engine.name} file does not say over how many ranks its slots are spread", hint="Pass --ep-size G."
         )
     model_experts = None if facts.model is None else facts.model.num_experts
-    experts = _agreed("the model or --num-experts", facts.num_experts or model_experts, decoded.num_experts)
+    experts = _agreed("experts", "the model or --num-experts", facts.num_experts or model_experts, decoded.num_experts)
     if facts.num_experts is not None and model_experts is not None and facts.num_experts != model_experts:
         raise UsageError(f"--num-experts {facts.num_experts}", rule=f"the model has {model_experts} experts")
     if experts is None:
-        # Every expert has a slot in every layer, so the highest id tells; a missing expert is found below.
+        # Every expert has a slot in every layer, so the highest id tells; a missing expert below it is found later.
         experts = int(decoded.rows.max()) + 1
     rows, layers = _layers(decoded, engine, facts, warnings)
+    if facts.num_experts is None and facts.model is None and decoded.num_experts is None:
+        warnings.append(f"{experts} experts were taken from the highest id; pass --model or --num-experts to check")
     order = np.argsort(layers, kind="stable")
     placement = Placement(
         rows[order].astype(np.int32),
@@ -237,9 +239,9 @@ def _only(placement: Placement, layer_ids: npt.NDArray[np.int32]) -> Placement:
     )
 
 
-def _agreed(who: str, told: int | None, found: int | None) -> int | None:
+def _agreed(what: str, who: str, told: int | None, found: int | None) -> int | None:
     if told is not None and found is not None and told != found:
-        raise PlacementError(f"the file is for {found}", rule=f"{who} says {told}")
+        raise PlacementError(f"the file is for {found} {what}", rule=f"{who} says {told}")
     return told if told is not None else found
 
 

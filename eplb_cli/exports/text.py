@@ -50,7 +50,7 @@ def section(document: Any, keys: set[str], what: str, *, optional: frozenset[str
     if missing or unknown:
         raise PlacementError(
             f"{what} lacks {sorted(missing)}" if missing else f"{what} has the unknown keys {sorted(unknown)}",
-            rule=f"its keys are {sorted(keys)}",
+            rule=f"its keys must be {sorted(keys)}",
         )
     return document
 
