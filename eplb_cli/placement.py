@@ -230,7 +230,8 @@ class Placement:
         try:
             content = file.read_bytes()
         except FileNotFoundError:
-            raise PlacementError("no such file", file=file) from None
+            problem = f"the folder holds no {PLAN_FILE}" if file != path else "no such file"
+            raise PlacementError(problem, file=path) from None
         except OSError as error:
             raise PlacementError(f"cannot be read: {error.strerror}", file=file) from error
         try:
@@ -291,10 +292,8 @@ class Placement:
                 raise PlacementError(
                     f"moe_index is {entry['moe_index']}", layer=entry["layer_id"], rule=f"it must be {index}"
                 )
-        figures = document.get("balancedness")
-        if figures is not None and not isinstance(figures, dict):
-            raise PlacementError("balancedness is not an object")
-        _check_keys(figures or {}, _FIGURE_KEYS, "`balancedness`")
+        figures = _optional(document, "balancedness", dict) or {}
+        _check_keys(figures, _FIGURE_KEYS, "`balancedness`")
         return cls(
             np.array([entry["physical_to_logical"] for entry in layers], np.int32).reshape(len(layers), width),
             np.array([entry["layer_id"] for entry in layers], np.int32),
@@ -308,7 +307,7 @@ class Placement:
                 objective=_optional(document, "objective", str),
                 seed=_optional(document, "seed", int),
                 profile_sha256=_optional(document, "profile_sha256", str),
-                balancedness={key: _optional(figures, key, float, int) for key in figures or {}},
+                balancedness={key: _optional(figures, key, float, int) for key in figures},
             ),
         )
 

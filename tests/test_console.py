@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from eplb_cli.cli import COMMANDS, main
 from eplb_cli.console import Console, OutputFormat, print_error
 from eplb_cli.errors import OutputError, PlacementError
 from eplb_cli.files import atomic_write, refuse_existing, sha256_of_file
@@ -28,6 +29,16 @@ def test_each_format_prints_its_own(
     console.result({"x": 1}, "a table")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == (out, err)
+
+
+def test_the_help_page_cuts_no_command_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["-h"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in commands] == [name.removesuffix("_") for name in COMMANDS]
+    assert all(len(line) <= 80 and line.endswith(".") and not line.endswith("...") for line in commands)
 
 
 def test_a_nan_among_the_figures_is_a_defect() -> None:

@@ -170,6 +170,11 @@ def test_a_folder_stands_for_the_plan_in_it(tmp_path: Path) -> None:
     assert Placement.load(tmp_path).num_experts == 2
 
 
+def test_a_folder_without_a_plan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlacementError, match=r"the folder holds no eplb_plan\.json"):
+        Placement.load(tmp_path)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match=r"plan\.json: no such file"):
         Placement.load(tmp_path / "plan.json")

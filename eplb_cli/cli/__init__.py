@@ -64,8 +64,11 @@ def _global_options(
 
 for _name in COMMANDS:
     _module = importlib.import_module(f"eplb_cli.cli.{_name}")
+    # The command's own first sentence is too long for the list at 80 columns; its module's first line is not.
+    _short = (_module.__doc__ or "").partition("\n")[0].partition(": ")[2]
     app.command(
         name=_name.removesuffix("_"),
+        short_help=_short[:1].upper() + _short[1:],
         epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in _module.EXAMPLES),
         context_settings=getattr(_module, "CONTEXT_SETTINGS", None),
     )(getattr(_module, _name))
