@@ -264,6 +264,12 @@ def test_an_array_named_counts_is_never_taken_for_ids(tmp_path: Path, suffix: st
         read_traces([path], ReadOptions(ModelShape(None, 16)))
 
 
+def test_a_single_number_is_no_matrix(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array(3))
+    with pytest.raises(TraceError, match=r"int64 \[\] is not \[layers, experts\]"):
+        read_traces([tmp_path / "a.npy"], ReadOptions())
+
+
 def test_a_number_beyond_64_bits_is_refused_at_any_depth(tmp_path: Path) -> None:
     for content in ('{"counts": [99999999999999999999]}', '{"counts": [[1, 99999999999999999999]]}'):
         (tmp_path / "a.json").write_text(content)

@@ -87,7 +87,8 @@ class TestSglangPasses:
 
     def test_one_ranks_file_alone_is_noticed(self, tmp_path: Path) -> None:
         self.write(tmp_path, ranks=1)
-        assert any("one rank's file only" in warning for warning in read(tmp_path).warnings)
+        notes = read_traces([tmp_path], ReadOptions(MODEL)).notes
+        assert any("one rank's file only" in note for note in notes)
 
     def test_the_forward_mode_tells_the_phase(self, tmp_path: Path) -> None:
         self.write(tmp_path, forward_mode=2, positions=torch.arange(7))
@@ -119,6 +120,17 @@ class TestSglangCsv:
         lines = "".join(f"{layer},{expert},{count}\n" for layer, expert, count in rows)
         path.write_text("layer_id,expert_id,count\n" + lines)
         return path
+
+    def test_identical_dumps_of_four_ranks_give_the_bytes_of_one(self, tmp_path: Path) -> None:
+        profiles = []
+        for ranks in (4, 1):
+            folder = tmp_path / str(ranks)
+            folder.mkdir()
+            for rank in range(ranks):
+                self.write(folder, rank, [(1, expert, 50 + expert) for expert in range(8)])
+            read(folder).save(tmp_path / "loads.safetensors")
+            profiles.append((tmp_path / "loads.safetensors").read_bytes())
+        assert profiles[0] == profiles[1]
 
     def test_absent_rows_are_zero_and_never_a_shift(self, tmp_path: Path) -> None:
         self.write(tmp_path, 0, [(1, 0, 5), (1, 6, 7), (2, 1, 3)])
@@ -292,9 +304,9 @@ class TestTensorrtLlm:
 
     def test_one_rank_file_finds_the_meta_beside_it(self, tmp_path: Path) -> None:
         counts = self.write(tmp_path, ranks=1)
-        loads = read(tmp_path / "rank0.safetensors")
-        assert (loads.counts == counts[0]).all()
-        assert any("one rank's file only" in warning for warning in loads.warnings)
+        result = read_traces([tmp_path / "rank0.safetensors"], ReadOptions(MODEL))
+        assert (result.loads.counts == counts[0]).all()
+        assert any("one rank's file only" in note for note in result.notes)
 
 
 class TestVllmLoadStats:

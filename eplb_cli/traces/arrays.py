@@ -74,7 +74,7 @@ def _may_be_ids(sample: npt.NDArray[Any]) -> bool:
 
 def sample_rows(file: TraceFile, header: ArrayHeader) -> npt.NDArray[Any]:
     """Some of the first rows of a .npy file; none when it is empty, column-major or no numbers."""
-    if header.fortran_order or 0 in header.shape or header.dtype.kind not in "iuf":
+    if header.fortran_order or not header.shape or 0 in header.shape or header.dtype.kind not in "iuf":
         return np.zeros((0, *header.shape[1:]))
     row = header.nbytes // header.shape[0]
     rows = max(1, min(header.shape[0], SAMPLE_ROWS, (1 << 22) // max(1, row)))
