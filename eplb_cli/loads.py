@@ -19,6 +19,8 @@ __all__ = ["PHASES", "ExpertLoads", "ModelShape", "Source", "concatenate", "mix"
 FORMAT = "eplb-profile"
 VERSION = 1
 METADATA_KEY = "eplb_profile"
+MOST = 2**62
+"""Sums stay below it, so that no figure made from counts overflows 64 bits."""
 PHASES = ("all", "prefill", "decode")
 """Names of the codes in `ExpertLoads.window_phase`; "all" is traffic whose phase is mixed or unknown."""
 
@@ -68,7 +70,7 @@ class ExpertLoads:
         sources, dropped (reason -> assignments or rows left out), warnings: what was read and what was not.
 
     Raises:
-        LoadsError: shapes disagree, or a count is negative.
+        LoadsError: shapes disagree, a count is negative, or counts add up to 2^62 or more.
     """
 
     counts: npt.NDArray[np.int64]
@@ -114,6 +116,12 @@ class ExpertLoads:
                 expert=expert,
                 rule="loads must be finite and >= 0",
             )
+        if self.tokens.size and self.tokens.min() < 0:
+            window = int(self.tokens.argmin())
+            raise LoadsError(f"window {window} has {self.tokens[window]} tokens", rule="tokens must be >= 0")
+        for name, array in (("counts", self.counts), ("tokens", self.tokens)):
+            if (total := float(array.sum(dtype=np.float64))) >= MOST:
+                raise LoadsError(f"{name} add up to {total:.3g}", rule="sums must stay below 2^62")
         if self.window_phase.size and int(self.window_phase.max()) >= len(PHASES):
             raise LoadsError(
                 f"window_phase holds {int(self.window_phase.max())}", rule=f"codes are 0..{len(PHASES) - 1}"
@@ -186,6 +194,8 @@ class ExpertLoads:
         from safetensors import SafetensorError, safe_open
 
         hint = f"Make one with: eplb profile {path} -o loads.safetensors"
+        if path.is_dir():
+            raise LoadsError("is a folder, not an eplb profile", file=path, hint=hint)
         try:
             with safe_open(path, framework="numpy") as reader:
                 header = _header(path, reader.metadata() or {}, hint)
@@ -314,7 +324,7 @@ def mix(loads: Sequence[ExpertLoads], weights: Sequence[float]) -> ExpertLoads:
 def _scaled(part: ExpertLoads, factor: float) -> ExpertLoads:
     if factor == 1.0:
         return part
-    if int(part.counts.max(initial=0)) * factor >= 2**62 or int(part.tokens.max(initial=0)) * factor >= 2**62:
+    if int(part.counts.max(initial=0)) * factor >= MOST or int(part.tokens.max(initial=0)) * factor >= MOST:
         raise LoadsError(f"a mix scales counts by {factor:.3g}, beyond 64 bits", rule="choose weights closer together")
     return replace(
         part,

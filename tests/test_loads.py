@@ -77,6 +77,23 @@ def test_shapes_and_dtypes_must_agree(fields: dict[str, object]) -> None:
         loads([[[1, 2]]], **fields)
 
 
+def test_sums_that_would_overflow_are_refused() -> None:
+    with pytest.raises(LoadsError, match=r"counts add up to 9.22e\+18; sums must stay below 2\^62"):
+        loads([[[2**62, 0]], [[2**62, 0]]])
+    with pytest.raises(LoadsError, match=r"tokens add up to 4.61e\+18"):
+        loads([[[1, 2]]], tokens=np.array([2**62], np.int64))
+
+
+def test_negative_tokens_are_refused() -> None:
+    with pytest.raises(LoadsError, match="window 0 has -4 tokens; tokens must be >= 0"):
+        loads([[[1, 2]]], tokens=np.array([-4], np.int64))
+
+
+def test_a_folder_is_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(LoadsError, match="is a folder, not an eplb profile"):
+        ExpertLoads.load(tmp_path)
+
+
 def test_layers_must_ascend() -> None:
     with pytest.raises(LoadsError, match="not ascending"):
         loads([[[1], [2]]], layer_ids=np.array([3, 3], np.int32))
