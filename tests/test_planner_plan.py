@@ -159,9 +159,10 @@ def test_the_largest_r_puts_every_expert_on_every_rank() -> None:
 
 
 def test_more_spare_slots_than_experts() -> None:
-    # The last copy is a tie between a third one of expert 1 and a second one of expert 2; two split evenly.
+    # Greedy copies are 4, 2, 2 and a busiest rank of 7/4 + 2/2; three and four copies beside one reach 7/3 + 1/4.
     result = make_plan(loads_from([[[7, 2, 1]]]), PlanRequest(4, 5))
-    assert result.placement.replica_counts()[0].tolist() == [4, 2, 2]
+    assert result.placement.replica_counts()[0].tolist() == [3, 1, 4]
+    assert result.balancedness.after == pytest.approx(2.5 / (7 / 3 + 1 / 4), abs=1e-6)
 
 
 def test_twins_of_the_reference_are_counted() -> None:

@@ -14,7 +14,7 @@ from eplb_cli.planner.counts import window_aware_counts
 from eplb_cli.planner.descent import gram_descent
 from eplb_cli.planner.packing import pack
 from eplb_cli.planner.polish import Polisher
-from eplb_cli.planner.search import refine, search
+from eplb_cli.planner.search import Level, refine, search
 from eplb_cli.planner.tournament import over_layers, rounds
 from eplb_cli.planner.windows import Evidence, gram, merge_windows, peaks
 
@@ -105,6 +105,50 @@ def test_the_polish_lowers_the_peaks_that_descent_leaves() -> None:
     # The loads that it keeps by increments are those of the placement that it reports.
     expected = rank_loads(polisher.placed, counts, 8) / rank_loads(polisher.placed, counts, 8).mean(-1, keepdims=True)
     np.testing.assert_allclose(polisher.loads.reshape(20, 8, -1), expected.transpose(1, 2, 0), atol=1e-3)
+
+
+def test_a_tie_for_a_copy_goes_to_counts_that_split_evenly() -> None:
+    # A third copy of expert 1 and a second one of expert 2 would do the same.
+    assert window_aware_counts(np.array([[[7, 2, 1]]]), 8, 4)[0].tolist() == [4, 2, 2]
+
+
+@pytest.mark.parametrize("effort", ["fast", "normal"])
+def test_two_slots_a_rank_reach_the_proven_optimum_that_greedy_copies_miss(effort: Level) -> None:
+    counts = np.array([[[600, 560, 120, 120, 20, 10, 10, 10]]])
+    evidence = Evidence.of(counts, 8)
+    greedy = pack(evidence.totals, window_aware_counts(counts, 16, 8), 8)
+    assert exact_peaks(greedy, counts, 8)[0] == pytest.approx(232)
+    for seed in range(5):
+        placed = search(evidence, 16, 8, effort, seed)
+        assert exact_peaks(placed, counts, 8)[0] == pytest.approx(560 / 3 + 10)
+
+
+def test_one_slot_a_rank_searches_the_copies_too() -> None:
+    counts = np.random.default_rng(1).integers(1, 90, (4, 20, 6))
+    evidence = Evidence.of(counts, 12)
+    greedy = pack(evidence.totals, window_aware_counts(counts, 12, 12), 12)
+    searched = search(evidence, 12, 12, "fast", 0)
+    assert (exact_peaks(searched, counts, 12) <= exact_peaks(greedy, counts, 12) + 1e-9).all()
+    assert exact_peaks(searched, counts, 12).sum() < exact_peaks(greedy, counts, 12).sum() - 1
+
+
+def test_moved_copies_lower_phi_and_keep_the_books() -> None:
+    counts = traffic(layers=6)
+    evidence = Evidence.of(counts, 8)
+    # Copies of the first experts, whatever their load: some are of more use elsewhere.
+    start = pack(evidence.totals, np.tile(np.where(np.arange(32) < 8, 2, 1), (6, 1)), 8)
+    polisher = Polisher(evidence.windows, evidence.window_means, start, 8)
+    touched = polisher.move_copies(50)
+    placed = polisher.placed
+    assert touched.any(1).all()
+    assert (np.diff(np.sort(placed.reshape(6, 8, -1), -1), axis=-1) > 0).all()
+    assert all((np.bincount(row, minlength=32) >= 1).all() for row in placed)
+    loads = rank_loads(placed, counts, 8)
+    expected = (loads / loads.mean(-1, keepdims=True)).transpose(1, 2, 0)
+    np.testing.assert_allclose(polisher.loads.reshape(6, 8, -1), expected, atol=1e-3)
+    np.testing.assert_allclose(polisher.slot_loads.sum(1).reshape(6, 8, -1), expected, atol=1e-3)
+    np.testing.assert_array_equal(polisher.copies, [np.bincount(row, minlength=32) for row in placed])
+    assert exact_peaks(placed, counts, 8).sum() < 0.95 * exact_peaks(start, counts, 8).sum()
 
 
 def test_peaks_agree_with_rank_loads() -> None:

@@ -11,6 +11,7 @@ from eplb_cli.planner.counts import window_aware_counts
 from eplb_cli.planner.descent import gram_descent
 from eplb_cli.planner.packing import pack
 from eplb_cli.planner.polish import Polisher
+from eplb_cli.planner.recount import MOST_SLOTS, recount
 from eplb_cli.planner.tournament import over_layers
 from eplb_cli.planner.windows import Evidence, peaks
 
@@ -29,7 +30,10 @@ ANNEALING = {"normal": (4_000, 30), "thorough": (100_000, 600)}
 """Pairs of ranks that a layer's annealing looks at, and its most sweeps. Chosen so that the efforts stay within their
 aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
 
-
+RECOUNTED = {"fast": 100_000, "settled": 400_000, "normal": 1_000_000, "thorough": 10_000_000}
+"""Slots times windows that the search over a layer's copies looks at (`recount`)."""
+MOST_COPY_MOVES, COPY_MOVES_READ = 32, 4_000_000
+"""Copies that a layer moves at a level, at most; and ranks times experts times windows that choosing them reads."""
 LEAST_SWEEPS = 3
 """Fewer cannot cool: hot and cold would meet in one sweep."""
 
@@ -47,9 +51,33 @@ def search(evidence: Evidence, num_slots: int, ep_size: int, effort: Level, seed
     """
     copies = window_aware_counts(evidence.windows, num_slots, ep_size)
     start = pack(evidence.totals, copies, ep_size)
-    if ep_size == 1 or num_slots == ep_size:
-        return start  # with one rank, or one slot a rank, every arrangement of the copies is as good
-    return refine(evidence, start, ep_size, effort, seed, nodes)
+    if ep_size == 1:
+        return start
+    found = start if num_slots == ep_size else refine(evidence, start, ep_size, effort, seed, nodes)
+    return _recounted(evidence, start, found, ep_size, effort, seed, nodes)
+
+
+def _recounted(
+    evidence: Evidence, start: IntArray, found: IntArray, ep_size: int, effort: Level, seed: int, nodes: int
+) -> IntArray:
+    """With one or two slots per rank: the better of what was found and of a search over the copies, layer by layer."""
+    slots = start.shape[1]
+    if slots > MOST_SLOTS * ep_size:
+        return found
+    levels = get_args(Level)
+    for level in levels[: levels.index(effort) + 1]:
+
+        def improve(rows: slice, level: Level = level) -> IntArray:
+            return recount(evidence.windows[:, rows], start[rows], ep_size, RECOUNTED[level], seed)
+
+        copied = over_layers(improve, len(start))
+        better = _better(evidence, found, copied, ep_size, nodes)
+        if slots > ep_size and not np.array_equal(better, found):
+            # "settled" at most: annealing's noise would tell what it costs to try.
+            polished = refine(evidence, better, ep_size, "fast" if level == "fast" else "settled", seed, nodes)
+            better = _better(evidence, better, polished, ep_size, nodes)
+        found = better
+    return found
 
 
 def refine(
@@ -85,7 +113,13 @@ def refine(
                 price=paid,
             )
             polisher.anneal(sweeps, seed)
-            polisher.descend(max(LEAST_POLISH, min(MOST_POLISH, 2 * POLISHED_PAIRS // (ep_size * (ep_size - 1)))))
+            polish = max(LEAST_POLISH, min(MOST_POLISH, 2 * POLISHED_PAIRS // (ep_size * (ep_size - 1))))
+            polisher.descend(polish)
+            moves = min(
+                MOST_COPY_MOVES, COPY_MOVES_READ // (ep_size * evidence.moments.shape[1] * len(evidence.windows))
+            )
+            if moves:
+                polisher.descend(polish, polisher.move_copies(moves))
             return polisher.placed
 
         improved = over_layers(improve, len(placed))
