@@ -136,4 +136,4 @@ def test_a_dense_model_cannot_be_recorded(engines: Engines, tmp_path: Path) -> N
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
     (rank,) = engines.run(folder, environment={"EPLB_RECORD_DIR": str(tmp_path / "loads")})
-    assert rank.error is not None
+    assert "vLLM sees no MoE layers in this model" in (rank.error or "")

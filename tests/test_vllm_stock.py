@@ -49,4 +49,4 @@ def test_an_unmodified_vllm_refuses_a_physical_checkpoint(
         eplb("convert", model.folder, tmp_path / "plan.json", "--layout", "physical", "-o", tmp_path / "out").code == 0
     )
     (rank,) = engines.run(tmp_path / "out", model.extra)
-    assert rank.error is not None
+    assert "Tried to load weights of size" in (rank.error or "")  # the router has a row for each expert
