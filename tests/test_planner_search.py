@@ -15,6 +15,7 @@ from eplb_cli.planner.descent import gram_descent
 from eplb_cli.planner.packing import pack
 from eplb_cli.planner.polish import Polisher
 from eplb_cli.planner.search import Level, refine, search
+from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.tournament import over_layers, rounds
 from eplb_cli.planner.windows import Evidence, gram, merge_windows, peaks
 
@@ -130,6 +131,27 @@ def test_one_slot_a_rank_searches_the_copies_too() -> None:
     searched = search(evidence, 12, 12, "fast", 0)
     assert (exact_peaks(searched, counts, 12) <= exact_peaks(greedy, counts, 12) + 1e-9).all()
     assert exact_peaks(searched, counts, 12).sum() < exact_peaks(greedy, counts, 12).sum() - 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([(4, 8, 32), (4, 4, 32), (8, 8, 24), (2, 2, 6), (3, 9, 6), (8, 8, 8)]),
+    st.sampled_from([1, 2, 12]),
+    st.sampled_from([0.1, 0.6, 1.6]),
+    st.sampled_from(["fast", "settled", "normal"]),
+    st.integers(0, 99),
+)
+def test_no_layer_is_worse_than_under_the_stock_map_at_the_same_effort(
+    shape: tuple[int, int, int], windows: int, skew: float, effort: Level, seed: int
+) -> None:
+    ranks, redundant, experts = shape
+    rng = np.random.default_rng(seed)
+    rates = rng.lognormal(0.0, skew, (2, experts)) * rng.lognormal(0.0, 0.3, (windows, 2, experts))
+    counts = rng.poisson(50 * rates) + 1
+    evidence = Evidence.of(counts, ranks)
+    stock = stock_map(evidence.totals, evidence.moments, experts + redundant, ranks, STOCK_SWEEPS[effort])
+    placed = search(evidence, experts + redundant, ranks, effort, 0)
+    assert (exact_peaks(placed, counts, ranks) <= exact_peaks(stock, counts, ranks) * (1 + 1e-9)).all()
 
 
 def test_moved_copies_lower_phi_and_keep_the_books() -> None:

@@ -14,14 +14,13 @@ from eplb_cli.planner.nodes import experts_by_node, off_home_price
 from eplb_cli.planner.reference import deepseek_map
 from eplb_cli.planner.request import PlanRequest, Topology
 from eplb_cli.planner.search import Level, refine, search
-from eplb_cli.planner.stock import stock_map
+from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.windows import Evidence
 
 __all__ = ["cross_validate", "place", "place_after"]
 
 IntArray = npt.NDArray[np.int64]
 
-STOCK_SWEEPS = {"fast": 2, "settled": 8, "normal": 8, "thorough": 40}
 FOLD_LEVEL: dict[str, Level] = {"fast": "fast", "normal": "settled", "thorough": "normal"}
 NODE_PRICE = 1e-3
 """What a slot off its home node costs the relaxed policy, in units of Phi (`polish`): a thousandth of a squared mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import numpy as np
@@ -12,6 +13,7 @@ from eplb_cli.planner.descent import gram_descent
 from eplb_cli.planner.packing import pack
 from eplb_cli.planner.polish import Polisher
 from eplb_cli.planner.recount import MOST_SLOTS, recount
+from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.tournament import over_layers
 from eplb_cli.planner.windows import Evidence, peaks
 
@@ -32,6 +34,8 @@ aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/pla
 
 RECOUNTED = {"fast": 100_000, "settled": 400_000, "normal": 1_000_000, "thorough": 10_000_000}
 """Slots times windows that the search over a layer's copies looks at (`recount`)."""
+MOST_STOCK_WORK = 65_536
+"""E^2 G up to which the best relabelling of the stock map is one more start, next to free."""
 MOST_COPY_MOVES, COPY_MOVES_READ = 32, 4_000_000
 """Copies that a layer moves at a level, at most; and ranks times experts times windows that choosing them reads."""
 LEAST_SWEEPS = 3
@@ -53,31 +57,32 @@ def search(evidence: Evidence, num_slots: int, ep_size: int, effort: Level, seed
     start = pack(evidence.totals, copies, ep_size)
     if ep_size == 1:
         return start
-    found = start if num_slots == ep_size else refine(evidence, start, ep_size, effort, seed, nodes)
-    return _recounted(evidence, start, found, ep_size, effort, seed, nodes)
+    placed = start
+    for level in _levels(effort):
+        placed = _improve(evidence, placed, ep_size, level, seed, nodes)
+        for other in _other_starts(evidence, start, ep_size, level, seed, nodes):
+            better = _better(evidence, placed, other, ep_size, nodes)
+            if not np.array_equal(better, placed):
+                # No annealing: its noise would tell what it costs to try, and the next level anneals.
+                swaps: Level = "fast" if level == "fast" else "settled"
+                polished = _improve(evidence, better, ep_size, swaps, seed, nodes)
+                placed = _better(evidence, better, polished, ep_size, nodes)
+    return placed
 
 
-def _recounted(
-    evidence: Evidence, start: IntArray, found: IntArray, ep_size: int, effort: Level, seed: int, nodes: int
-) -> IntArray:
-    """With one or two slots per rank: the better of what was found and of a search over the copies, layer by layer."""
-    slots = start.shape[1]
-    if slots > MOST_SLOTS * ep_size:
-        return found
-    levels = get_args(Level)
-    for level in levels[: levels.index(effort) + 1]:
-
-        def improve(rows: slice, level: Level = level) -> IntArray:
-            return recount(evidence.windows[:, rows], start[rows], ep_size, RECOUNTED[level], seed)
-
-        copied = over_layers(improve, len(start))
-        better = _better(evidence, found, copied, ep_size, nodes)
-        if slots > ep_size and not np.array_equal(better, found):
-            # "settled" at most: annealing's noise would tell what it costs to try.
-            polished = refine(evidence, better, ep_size, "fast" if level == "fast" else "settled", seed, nodes)
-            better = _better(evidence, better, polished, ep_size, nodes)
-        found = better
-    return found
+def _other_starts(
+    evidence: Evidence, start: IntArray, ep_size: int, level: Level, seed: int, nodes: int
+) -> Iterator[IntArray]:
+    """Placements made in other ways, where they may be better or cost next to nothing."""
+    slots, experts = start.shape[1], evidence.totals.shape[1]
+    if slots == experts:
+        return
+    if slots <= MOST_SLOTS * ep_size:
+        yield over_layers(
+            lambda rows: recount(evidence.windows[:, rows], start[rows], ep_size, RECOUNTED[level], seed), len(start)
+        )
+    if nodes == 1 and experts**2 * ep_size <= MOST_STOCK_WORK:
+        yield stock_map(evidence.totals, evidence.moments, slots, ep_size, STOCK_SWEEPS[level])
 
 
 def refine(
@@ -90,44 +95,54 @@ def refine(
     price: npt.NDArray[np.float32] | None = None,
 ) -> IntArray:
     """The start [X, P] improved by swaps; with a price [X, G, E], by swaps that are worth what they cost."""
-    levels = get_args(Level)
     placed = start
-    for level in levels[: levels.index(effort) + 1]:
-        sweeps = _annealing_sweeps(level, ep_size, start.shape[1])
-        if level in ANNEALING and not sweeps:
-            continue
-
-        def improve(rows: slice, level: Level = level, placed: IntArray = placed, sweeps: int = sweeps) -> IntArray:
-            paid = None if price is None else price[rows]
-            found = placed[rows]
-            if level in GRAM_SWEEPS:
-                found = gram_descent(evidence.moments[rows], found, ep_size, GRAM_SWEEPS[level], paid)
-            if level == "fast":
-                return found
-            polisher = Polisher(
-                evidence.windows[:, rows],
-                evidence.window_means[:, rows],
-                found,
-                ep_size,
-                first_row=rows.start,
-                price=paid,
-            )
-            polisher.anneal(sweeps, seed)
-            polish = max(LEAST_POLISH, min(MOST_POLISH, 2 * POLISHED_PAIRS // (ep_size * (ep_size - 1))))
-            polisher.descend(polish)
-            moves = min(
-                MOST_COPY_MOVES, COPY_MOVES_READ // (ep_size * evidence.moments.shape[1] * len(evidence.windows))
-            )
-            if moves:
-                polisher.descend(polish, polisher.move_copies(moves))
-            return polisher.placed
-
-        improved = over_layers(improve, len(placed))
-        # Prices are not part of the peaks, so with prices every level's result stands.
-        placed = (
-            improved if level == "fast" or price is not None else _better(evidence, placed, improved, ep_size, nodes)
-        )
+    for level in _levels(effort):
+        placed = _improve(evidence, placed, ep_size, level, seed, nodes, price)
     return placed
+
+
+def _levels(effort: Level) -> tuple[Level, ...]:
+    levels: tuple[Level, ...] = get_args(Level)
+    return levels[: levels.index(effort) + 1]
+
+
+def _improve(
+    evidence: Evidence,
+    placed: IntArray,
+    ep_size: int,
+    level: Level,
+    seed: int,
+    nodes: int,
+    price: npt.NDArray[np.float32] | None = None,
+) -> IntArray:
+    """What one level makes of the result [X, P] of the one before."""
+    slots = placed.shape[1]
+    sweeps = _annealing_sweeps(level, ep_size, slots)
+    if slots == ep_size or (level in ANNEALING and not sweeps):
+        return placed  # with one slot a rank every arrangement of the copies is as good
+
+    def improve(rows: slice) -> IntArray:
+        paid = None if price is None else price[rows]
+        found = placed[rows]
+        if level in GRAM_SWEEPS:
+            found = gram_descent(evidence.moments[rows], found, ep_size, GRAM_SWEEPS[level], paid)
+        if level == "fast":
+            return found
+        windows = evidence.windows[:, rows]
+        polisher = Polisher(windows, evidence.window_means[:, rows], found, ep_size, first_row=rows.start, price=paid)
+        polisher.anneal(sweeps, seed)
+        polish = max(LEAST_POLISH, min(MOST_POLISH, 2 * POLISHED_PAIRS // (ep_size * (ep_size - 1))))
+        polisher.descend(polish)
+        moves = min(MOST_COPY_MOVES, COPY_MOVES_READ // (ep_size * windows.shape[2] * len(windows)))
+        if moves:
+            polisher.descend(polish, polisher.move_copies(moves))
+        return polisher.placed
+
+    improved = over_layers(improve, len(placed))
+    # Prices are not part of the peaks, so with prices every level's result stands.
+    if level == "fast" or price is not None:
+        return improved
+    return _better(evidence, placed, improved, ep_size, nodes)
 
 
 def _annealing_sweeps(level: Level, ranks: int, slots: int) -> int:

@@ -9,10 +9,13 @@ from eplb_cli.metrics import initial_map, rank_shares
 from eplb_cli.planner.descent import LEAST_GAIN
 from eplb_cli.planner.tournament import over_layers
 
-__all__ = ["stock_map"]
+__all__ = ["STOCK_SWEEPS", "stock_map"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+
+STOCK_SWEEPS = {"fast": 2, "settled": 8, "normal": 8, "thorough": 40}
+"""Sweeps over all positions, by level of effort (`search`)."""
 
 
 def stock_map(
