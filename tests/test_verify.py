@@ -193,7 +193,7 @@ def test_another_plan_than_the_one_asked_for(converted: Converted) -> None:
 
 def test_a_missing_plan(converted: Converted) -> None:
     (converted.out / "eplb_plan.json").unlink()
-    assert "no such file" in converted.problems("headers")[0]
+    assert "holds no eplb_plan.json" in converted.problems("headers")[0]
     assert converted.problems("headers", "--plan", converted.plan)
 
 

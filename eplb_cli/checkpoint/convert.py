@@ -38,7 +38,7 @@ __all__ = ["Conversion", "ConvertResult", "Estimate", "prepare"]
 _MARGIN_BYTES = 16 << 20
 """Room for directories, journals and the file system's own records."""
 _MOST_WAITING = 2
-"""Syncs that may lag behind the copying, each of a gibibyte or a shard."""
+"""Syncs that may lag behind the copying, each of 256 MiB or the rest of a shard."""
 _SEARCHED_BYTES = 64 << 20
 """Side files above this are not searched for names of experts; configs are far smaller."""
 
@@ -398,6 +398,7 @@ def prepare(
     require_convertible(
         layout, complete, num_experts=shape.num_experts, num_expert_groups=source.config.num_expert_groups
     )
+    placement.require_distinct_copies(plan)
     if missing:
         warnings.append(
             f"the plan lacks the MoE layers {', '.join(map(str, missing))}; they keep the engine's start layout"

@@ -42,12 +42,12 @@ _CANNOT_CLONE = {
 
 _BUFFER = 1 << 20
 _BUFFERS = 4
-_READ_AHEAD = 64 << 20
+_READ_AHEAD = 16 << 20
 _ADVICE = 4 << 20
 _CLONE_AT_LEAST = 64 << 10
 """Below this a clone costs more than a copy."""
 _CLONE_AT_MOST = 1 << 30
-_STEP = 1 << 30
+_STEP = 256 << 20
 """Bytes between two points from which a killed run can go on inside a large shard."""
 
 
@@ -85,7 +85,7 @@ class Copier:
             shard: what to write.
             target: file to write; created, or cut to `start` bytes.
             start: bytes that an earlier run has written and synced.
-            step: called with (descriptor, offset) each time another gibibyte is written.
+            step: called with (descriptor, offset) each time another 256 MiB are written.
 
         Raises:
             OutputError: the target cannot be written.

@@ -280,7 +280,7 @@ def _check_config(
         for key in config.count_keys:
             section[key] = None
     if _flat(before, {}) != _flat(after, rows):
-        changed = sorted(str(path) for path, _ in _flat(before, {}) ^ _flat(after, rows))
+        changed = sorted({".".join(path) for path, _ in _flat(before, {}) ^ _flat(after, rows)})
         problems.add(f"{file}: differs from the source's in more than the experts: {', '.join(changed[:3])}")
 
 
