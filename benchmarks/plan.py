@@ -20,6 +20,7 @@ is a guess. Real loads lie beside the checkout in ../shared/data and are left ou
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -147,6 +148,37 @@ def cases() -> Iterator[Case]:
             across = np.concatenate(parts[:half]), np.concatenate(parts[half:])
             ranks, redundant = shapes[0]
             yield Case(f"real {model} EP{ranks}/R{redundant}, {tokens}, other tasks", *across, ranks, redundant)
+
+
+def every_split(experts: int, folder: str, ranks: int, redundant: int, tokens: int) -> Iterator[Case]:
+    """Every way to plan from some of the recorded tasks and score on the others (tasks of four windows or more)."""
+    files = sorted((SHARED_DATA / folder).glob("*_topk.npz"))
+    parts = [part for part in (cut(file, experts, tokens) for file in files) if len(part) > 3]
+    for size in range(1, len(parts)):
+        for seen in itertools.combinations(range(len(parts)), size):
+            planned = np.concatenate([parts[task] for task in seen])
+            scored = np.concatenate([part for task, part in enumerate(parts) if task not in seen])
+            yield Case(f"{folder} EP{ranks}/R{redundant}, {tokens} tokens", planned, scored, ranks, redundant)
+
+
+def print_unseen_tasks() -> None:
+    """Mean held-out balancedness over every split of the tasks, and the difference to mean-variance with its error."""
+    print("| configuration | splits | mean-variance | fast | normal | normal - mean-variance |")
+    print("|---|---|---|---|---|---|")
+    for experts, folder, ranks in ((32, "gptoss20b", 8), (64, "esft_dsv2lite", 8), (64, "esft_dsv2lite", 16)):
+        for tokens in (2000, 512):
+            held_out, name = [], ""
+            for case in every_split(experts, folder, ranks, ranks, tokens):
+                name = case.name
+                planners = (mean_variance, ours("windows", "fast"), ours("windows", "normal"))
+                held_out.append([figure(plan(case), case.scored, ranks) for plan in planners])
+            if not held_out:
+                continue
+            figures = np.array(held_out)
+            lead = figures[:, 2] - figures[:, 0]
+            error = lead.std(ddof=1) / len(lead) ** 0.5
+            columns = " | ".join(f"{value:.4f}" for value in figures.mean(0))
+            print(f"| {name} | {len(lead)} | {columns} | {lead.mean():+.4f} (standard error {error:.4f}) |", flush=True)
 
 
 def reference_in_torch(case: Case) -> np.ndarray:
@@ -292,7 +324,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="configurations whose name contains this")
     parser.add_argument("--thorough", action="store_true", help="plan with thorough effort as well")
     parser.add_argument("--no-vllm", action="store_true", help="leave out vLLM's policy")
+    parser.add_argument("--unseen-tasks", action="store_true", help="only: every split of the recorded tasks")
     arguments = parser.parse_args()
+    if arguments.unseen_tasks:
+        print_unseen_tasks()
+        return
     planners: dict[str, Callable[[Case], np.ndarray]] = {
         "reference": reference_in_torch,
         "vLLM": vllm_policy,

@@ -22,7 +22,8 @@ MOST_SLOTS = 2
 """Slots per rank up to which the copies are searched with a re-pack each."""
 TRIES = 8
 """Changes of the copies that a step judges, of which it takes the best."""
-MOST_STEPS = 400
+LEAST_STEPS, MOST_STEPS = 25, 400
+"""Fewer steps than the least are not taken: they cost time and find nothing."""
 HOTTEST = 1.6
 """Temperature at the start, in parts of the objective over ranks; it falls linearly to nothing."""
 SEARCHED_WINDOWS = 16
@@ -47,7 +48,7 @@ def recount(windows: IntArray, start: IntArray, ep_size: int, budget: int, seed:
     counts = np.zeros((layers, experts), np.int64)
     np.add.at(counts, (layer[:, None], start), 1)
     steps = min(MOST_STEPS, budget // (slots * loads.shape[2] * TRIES))
-    if not steps or slots == experts or ep_size < 2:
+    if steps < LEAST_STEPS or slots == experts or ep_size < 2:
         return start
     risk = loads.mean(2) + loads.std(2)
     least, ranks_load, placed, twinned = _fold(loads, risk, counts, ep_size)
