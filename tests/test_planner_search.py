@@ -14,6 +14,7 @@ from eplb_cli.planner.counts import window_aware_counts
 from eplb_cli.planner.descent import gram_descent
 from eplb_cli.planner.packing import pack
 from eplb_cli.planner.polish import Polisher
+from eplb_cli.planner.recount import recount
 from eplb_cli.planner.search import Level, refine, search
 from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.tournament import over_layers, rounds
@@ -180,12 +181,13 @@ def test_peaks_agree_with_rank_loads() -> None:
     np.testing.assert_allclose(peaks(evidence.windows, placed, 8), exact_peaks(placed, counts, 8))
 
 
-@pytest.mark.parametrize("slots", [32, 40])
-def test_each_effort_is_no_worse_than_the_one_before_in_any_layer(slots: int) -> None:
+@pytest.mark.parametrize(("slots", "ranks"), [(32, 8), (40, 8), (40, 20)])
+def test_each_effort_is_no_worse_than_the_one_before_in_any_layer(slots: int, ranks: int) -> None:
     counts = traffic(layers=6)
-    evidence = Evidence.of(counts, 8)
+    evidence = Evidence.of(counts, ranks)
     fast, normal, thorough = (
-        exact_peaks(search(evidence, slots, 8, effort, 0), counts, 8) for effort in ("fast", "normal", "thorough")
+        exact_peaks(search(evidence, slots, ranks, effort, 0), counts, ranks)
+        for effort in ("fast", "normal", "thorough")
     )
     assert (normal <= fast + 1e-6).all()
     assert (thorough <= normal + 1e-6).all()
@@ -203,6 +205,16 @@ def test_threads_and_neighbouring_layers_do_not_change_a_layer(monkeypatch: pyte
     np.testing.assert_array_equal(many[0], many[2])
     alone = search(Evidence.of(counts[:, :1], 8), 40, 8, "normal", 5)
     np.testing.assert_array_equal(many[0][:1], alone)
+
+
+def test_neighbouring_layers_do_not_change_searched_copies() -> None:
+    counts = traffic(layers=5, windows=4)
+    start = pack(counts.sum(0), window_aware_counts(counts, 40, 20), 20)
+    together = recount(counts, start, 20, 200_000, 0)
+    assert (together != start).any()
+    for layer in range(5):
+        alone = recount(counts[:, layer : layer + 1], start[layer : layer + 1], 20, 200_000, 0)
+        np.testing.assert_array_equal(alone[0], together[layer])
 
 
 def test_layers_are_split_over_threads_and_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
