@@ -171,6 +171,27 @@ class Placement:
         seen = {(int(self.layer_ids[i]), int(g), int(by_rank[i, g, s])) for i, g, s in found}
         return sorted(seen)
 
+    def require_distinct_copies(self, file: Path | None = None) -> None:
+        """Refuse a rank that holds an expert twice: the second copy takes a slot and balances nothing.
+
+        Excepted are plans that reproduce the reference (strategy "deepseek") and vLLM's own start layout, which with
+        many redundant experts on few ranks does so itself.
+
+        Raises:
+            PlacementError: with the first such layer, rank and expert, and the `file` that the plan is from.
+        """
+        twins = self.twins()
+        if twins and self.provenance.strategy != "deepseek" and not self.is_stock_form():
+            layer, rank, expert = twins[0]
+            raise PlacementError(
+                f"the rank holds the expert more than once ({len(twins)} such places in the plan)",
+                file=file,
+                layer=layer,
+                rank=rank,
+                expert=expert,
+                rule="copies of an expert are on different ranks",
+            )
+
     def is_stock_form(self) -> bool:
         """True when an unmodified vLLM can start from it after relabelling: slot E + i repeats slot i mod E."""
         rows, experts = self.physical_to_logical, self.num_experts

@@ -189,13 +189,17 @@ def random_rows(layers: Iterable[int], redundant: int, *, seed: int = 0, groups:
     return rows
 
 
-def scattered_rows(layers: Iterable[int], redundant: int, *, seed: int = 0) -> dict[int, list[int]]:
-    """A random plan of no form: every expert once, spares anywhere."""
+def scattered_rows(layers: Iterable[int], redundant: int, *, seed: int = 0, ep_size: int = 4) -> dict[int, list[int]]:
+    """A random plan of no form: every expert once, spares on any rank that does not hold the expert yet."""
     rng = np.random.default_rng(seed)
     rows = {}
     for layer in layers:
-        row = [*range(E), *(int(expert) for expert in rng.integers(0, E, redundant))]
-        rows[layer] = [row[i] for i in rng.permutation(len(row))]
+        while True:
+            row = rng.permutation([*range(E), *rng.integers(0, E, redundant)])
+            ranks = np.sort(row.reshape(ep_size, -1), 1)
+            if (ranks[:, 1:] != ranks[:, :-1]).all():
+                break
+        rows[layer] = row.tolist()
     return rows
 
 

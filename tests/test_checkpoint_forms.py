@@ -85,7 +85,7 @@ def test_group_limited_routing_moves_whole_groups_or_not_at_all(tmp_path: Path, 
 def test_physical_slots_need_not_divide_over_routing_groups(tmp_path: Path, eplb: Eplb) -> None:
     model = deepseek(groups=4)
     source = model.save(tmp_path / "source")
-    rows = scattered_rows(model.moe_layers, 2)
+    rows = scattered_rows(model.moe_layers, 2, ep_size=5)
     plan = save_plan(tmp_path / "plan.json", rows, ep_size=5)
     run = eplb("convert", source, plan, "-o", tmp_path / "out", "--layout", "physical", "--format", "quiet")
     assert run.code == 0, run.err

@@ -429,6 +429,14 @@ def test_a_plan_not_of_the_stock_form_is_refused_with_the_command_that_makes_one
     assert "eplb plan LOADS --ep-size 4 --num-redundant-experts 4 --strategy stock" in run.err
 
 
+def test_an_expert_twice_on_a_rank_is_refused(case: Case, eplb: Eplb) -> None:
+    rows = {layer: [*range(E), 7, 0, 1, 7] for layer in (1, 2)}
+    plan = save_plan(case.folder / "p.json", rows)
+    run = eplb("convert", case.source, plan, "--layout", "physical", "-o", case.folder / "out")
+    assert run.code == 1
+    assert "layer 1, rank 2, expert 7: the rank holds the expert more than once" in run.err
+
+
 def test_physical_without_spares_is_refused_since_no_engine_would_notice(case: Case) -> None:
     text = case.refusal("--layout", "physical")
     assert "would load it without an error and answer wrongly" in text

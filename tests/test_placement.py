@@ -186,3 +186,24 @@ def test_the_digest_depends_on_the_map_only() -> None:
     assert a.map_sha256 != placement([[1, 0]], 2, 2).map_sha256
     assert a.map_sha256 != placement([[0, 1]], 2, 1).map_sha256
     assert a.map_sha256 != placement([[0, 1]], 2, 2, layer_ids=[1]).map_sha256
+
+
+def twins(strategy: str | None) -> Placement:
+    return placement([[0, 0, 1, 2]], 3, 2, layer_ids=[5], provenance=Provenance(strategy=strategy))
+
+
+def test_a_rank_that_holds_an_expert_twice_is_named() -> None:
+    with pytest.raises(
+        PlacementError, match=r"p\.json, layer 5, rank 0, expert 0: the rank holds the expert more than once"
+    ):
+        twins("windows").require_distinct_copies(Path("p.json"))
+
+
+def test_the_reference_may_hold_an_expert_twice_on_a_rank() -> None:
+    twins("deepseek").require_distinct_copies()
+
+
+def test_vllms_own_start_layout_may_too() -> None:
+    own = Placement.initial(2, 4, 2, [0])
+    assert own.twins()
+    own.require_distinct_copies()

@@ -225,3 +225,26 @@ def test_one_processor_and_one_blas_thread_write_the_same_bytes(eplb: Eplb, tmp_
     command = [sys.executable, "-c", code, *map(str, options), "-o", str(tmp_path / "one.json")]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "many.json").read_bytes()
+
+
+def test_check_refuses_an_expert_twice_on_a_rank(eplb: Eplb, tmp_path: Path) -> None:
+    Placement(np.array([[0, 0, 1, 2]], np.int32), np.array([3], np.int32), 3, 2).save(tmp_path / "plan.json")
+    run = eplb("plan", "--check", tmp_path / "plan.json")
+    assert run.code == 1
+    assert "layer 3, rank 0, expert 0: the rank holds the expert more than once" in run.err
+
+
+@pytest.mark.parametrize("sizes", [("-tp", 0), ("-dp", 0), ("-tp", -2, "-dp", -2), ("-tp", 4, "-dp", 0)])
+def test_parallel_sizes_are_at_least_one(eplb: Eplb, profile: Path, sizes: tuple[object, ...]) -> None:
+    assert eplb("plan", profile, *sizes, "--dry-run").code == 2
+
+
+@pytest.mark.parametrize(("redundant", "layout"), [(0, "stock"), (4, "physical")])
+def test_the_next_step_is_one_that_convert_accepts(
+    eplb: Eplb, profile: Path, tmp_path: Path, redundant: int, layout: str
+) -> None:
+    run = eplb(
+        "plan", profile, "--ep-size", 4, "--num-redundant-experts", redundant, "--strategy", "windows",
+        "-o", tmp_path / "p",
+    )  # fmt: skip
+    assert f"--layout {layout} -o OUT" in " ".join(run.out.split())

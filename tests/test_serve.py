@@ -125,6 +125,27 @@ def test_a_converted_folder_refuses_another_plan(tiny_qwen3_moe: Path, tmp_path:
         prepare(str(tmp_path / "out"), plan, ["-tp", "2"])
 
 
+def test_a_physical_checkpoint_is_served_by_its_own_plan(
+    tiny_qwen3_moe: Path, tmp_path: Path, eplb: Eplb, plan: Path
+) -> None:
+    assert eplb("convert", tiny_qwen3_moe, plan, "--layout", "physical", "-o", tmp_path / "out").code == 0
+    launch = prepare(str(tmp_path / "out"), None, ["-tp", "2"], dry_run=True)
+    assert launch.layout == "physical"
+    assert "--enable-eplb" in launch.command
+
+
+def test_an_expert_twice_on_a_rank_is_refused(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    row = [0, *range(16), 1, 2, 3]
+    Placement(np.tile(np.array(row, np.int32), (4, 1)), np.arange(1, 5, dtype=np.int32), 16, 2).save(tmp_path / "p")
+    with pytest.raises(PlacementError, match="holds the expert more than once"):
+        prepare(str(tiny_qwen3_moe), tmp_path / "p", ["-tp", "2"], dry_run=True)
+
+
+def test_missing_smoke_prompts_stop_before_anything_starts(eplb: Eplb, tiny_qwen3_moe: Path, plan: Path) -> None:
+    run = eplb("serve", tiny_qwen3_moe, "--plan", plan, "-tp", 2, "--smoke", plan.parent / "nope.txt", "--dry-run")
+    assert (run.code, "nope.txt" in run.err) == (2, True)
+
+
 def test_a_dry_run_prints_a_command_to_paste(eplb: Eplb, tiny_qwen3_moe: Path, plan: Path) -> None:
     run = eplb("serve", tiny_qwen3_moe, "--plan", plan, "--static", "--dry-run", "--port", "9000", "--", "-tp", "2")
     assert run.code == 0, run.err

@@ -33,8 +33,10 @@ class LayoutName(StrEnum):
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Folder or repository id (in the local cache) of the model.")],
-    plan: Annotated[Path, typer.Argument(help="plan.json, or a converted folder that holds one.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or repository id (in the local cache) of the model.")
+    ],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or a converted folder that holds one.")],
     output: OutputOption,
     layout: Annotated[
         LayoutName,

@@ -52,10 +52,12 @@ def plan(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the plan.")] = None,
     ep_size: Annotated[int | None, typer.Option("--ep-size", help="EP ranks.")] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option("-tp", "--tensor-parallel-size", help="With -dp, gives the EP ranks as their product.")
+        int | None,
+        typer.Option("-tp", "--tensor-parallel-size", min=1, help="With -dp, gives the EP ranks as their product."),
     ] = None,
     data_parallel_size: Annotated[
-        int | None, typer.Option("-dp", "--data-parallel-size", help="With -tp, gives the EP ranks as their product.")
+        int | None,
+        typer.Option("-dp", "--data-parallel-size", min=1, help="With -tp, gives the EP ranks as their product."),
     ] = None,
     num_redundant_experts: Annotated[
         str | None,
@@ -172,7 +174,7 @@ def plan(
     data["advice"] = advice.as_dict()
     if explain is not None:
         data["explanation"] = explained
-    console.result(data, *_table(joined, result, advice, folds), *explained)
+    console.result(data, *_table(joined, result, advice, folds, output), *explained)
     if output is not None and not dry_run:
         console.note(f"Wrote {output}.")
 
@@ -180,7 +182,9 @@ def plan(
 def _ranks(ep_size: int | None, tensor: int | None, data: int | None) -> int:
     from eplb_cli.errors import UsageError
 
-    product = None if tensor is None and data is None else (tensor or 1) * (data or 1)
+    product = (
+        None if tensor is None and data is None else (1 if tensor is None else tensor) * (1 if data is None else data)
+    )
     if ep_size is None and product is None:
         raise UsageError("the number of EP ranks is not given", hint="Pass --ep-size G, or -tp and -dp.")
     if ep_size is not None and product is not None and ep_size != product:
@@ -298,6 +302,7 @@ def _check(path: Path, console: Console) -> None:
     from eplb_cli.placement import Placement
 
     placement = Placement.load(path)
+    placement.require_distinct_copies(path)
     twins = placement.twins()
     for layer, rank, expert in twins[:3]:
         console.warn(f"layer {layer}, rank {rank}: expert {expert} is there more than once")
@@ -370,7 +375,9 @@ def _advise(
     )
 
 
-def _table(loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int) -> list[RenderableType]:
+def _table(
+    loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int, plan: Path | None
+) -> list[RenderableType]:
     """What a person reads in ten seconds, at 80 columns."""
     from rich import box
     from rich.table import Table
@@ -412,8 +419,8 @@ def _table(loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int) -
     page.extend(Text(line) for line in lines)
     page.append(Text(advice.verdict, style="bold"))
     if advice.worth_it is not False:
-        layout = "stock" if result.strategy == "stock" else "physical"
-        page.append(Text(f"Next: eplb convert MODEL PLAN --layout {layout} -o OUT"))
+        layout = "stock" if placement.is_stock_form() else "physical"
+        page.append(Text(f"Next: eplb convert MODEL {plan or 'PLAN'} --layout {layout} -o OUT"))
     return page
 
 

@@ -22,7 +22,7 @@ CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 def record(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="The model.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model.")],
     prompts: Annotated[
         Path,
         typer.Option("--prompts", help="One prompt a line, or JSON lines with `prompt` or `messages`.", metavar="FILE"),

@@ -63,7 +63,7 @@ def _table(scored: Score) -> list[RenderableType]:
             + f"; {scored.balancedness_of_mean:.4f} on the loads summed over windows.\n"
             f"max/mean of a layer in a window: mean {scored.max_over_mean:.3f}, "
             f"95th percentile {scored.max_over_mean_p95:.3f}, worst {scored.max_over_mean_worst:.3f}.\n"
-            "balancedness = sum of the mean rank load / sum of the max rank load, over windows\n"
+            "balancedness = sum of the mean rank load / sum of the max rank load, over windows "
             "and layers; 1 is perfect.\n\nLeast balanced layers"
         ),
         table,

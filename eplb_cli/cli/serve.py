@@ -43,7 +43,7 @@ class RuntimePolicy(StrEnum):
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="The model, or a folder that `eplb convert` wrote.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model, or a folder that `eplb convert` wrote.")],
     plan: Annotated[
         Path | None, typer.Option("--plan", help="The plan. Default: the one inside a converted folder.")
     ] = None,
@@ -88,6 +88,7 @@ def serve(
     from eplb_cli.console import Console
     from eplb_cli.errors import UsageError
     from eplb_cli.serve import prepare
+    from eplb_cli.serve.requests import read_prompts
 
     console = Console(output_format)
     if model.startswith("-"):
@@ -109,6 +110,8 @@ def serve(
         min_gain=min_gain,
         dry_run=dry_run,
     )
+    if smoke is not None:
+        read_prompts(smoke)  # a missing or empty file stops here, before a server is started for it
     for warning in launch.warnings:
         console.warn(warning)
     for note in launch.notes:

@@ -18,6 +18,10 @@ EXAMPLES = (
 )
 
 
+MOST_SHOWN = 10
+"""Problems printed for people; one is enough to distrust a checkpoint, all are in the JSON."""
+
+
 class LevelName(StrEnum):
     """Values of --level."""
 
@@ -27,7 +31,9 @@ class LevelName(StrEnum):
 
 
 def verify(
-    source: Annotated[str, typer.Argument(help="Folder or repository id (in the local cache) that was converted.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Folder or repository id (in the local cache) that was converted.")
+    ],
     output: Annotated[Path, typer.Argument(help="The converted folder.", metavar="OUT")],
     level: Annotated[
         LevelName,
@@ -55,8 +61,11 @@ def verify(
     total = sum(entry.nbytes for entry in checkpoint.tensors.values()) if level is LevelName.full else None
     with console.transfer("comparing", total) as advance:
         report = prove(checkpoint, output, placement, Level(level.value), progress=advance)
-    verdict = "right" if report.ok else f"WRONG, {len(report.problems)} problems"
-    lines = (*report.problems, f"{output}: {verdict}; {report.tensors} tensors proven at level {level.value}")
+    verdict = "right" if report.ok else "WRONG"
+    shown = list(report.problems[:MOST_SHOWN])
+    if len(report.problems) > MOST_SHOWN:
+        shown.append("... and more; --format json lists them")
+    lines = (*shown, f"{output}: {verdict}; {report.tensors} tensors proven at level {level.value}")
     console.result(
         {"ok": report.ok, "level": level.value, "tensors": report.tensors, "problems": list(report.problems)},
         # Names hold brackets and are pasted into other commands: no markup, no line breaks.

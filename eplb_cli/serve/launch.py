@@ -143,6 +143,7 @@ def prepare(
     if placement is None and policy is not None:
         raise UsageError("a run-time policy without a plan", rule="--static and --runtime-policy need --plan")
     if placement is not None:
+        placement.require_distinct_copies(plan)
         _check_model(model, plan, placement, layout)
         flags += _parallel_flags(given, placement, notes)
         use_eplb = _wants_eplb(given, placement, layout, policy)
@@ -250,8 +251,7 @@ def _check_partners(given: EngineArguments) -> None:
 def _check_model(model: str, plan: Path | None, placement: Placement, layout: Layout) -> None:
     """The plan's experts and layers must be the model's."""
     shape = read_model_shape(model)
-    experts = placement.num_slots if layout == "physical" else placement.num_experts
-    if shape.num_experts != experts:
+    if shape.num_experts != placement.num_experts:
         raise PlacementError(
             f"the plan has {placement.num_experts} experts, {shape.architecture} has {shape.num_experts}",
             file=plan,
