@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from eplb_cli.checkpoint.hub import locate_config
+from eplb_cli.errors import CheckpointError
 from tests.checkpoints import qwen3_moe, random_rows, read_checkpoint, save_plan
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -183,3 +185,10 @@ def test_what_is_neither_a_folder_nor_an_id(tmp_path: Path, command: Command) ->
         run = command("convert", model, plan, "-o", tmp_path / "out")
         assert run.returncode == 1
         assert "no such folder" in run.stderr
+
+
+def test_a_misspelt_path_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="models/absent: no such folder"):
+        locate_config("models/absent")

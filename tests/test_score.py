@@ -32,7 +32,7 @@ def test_figures_worked_out_by_hand() -> None:
     assert scored.balancedness == 0.75
     assert scored.balancedness_of_mean == 0.75
     assert scored.per_layer == ((2, 1.0), (4, 0.5))
-    assert scored.max_over_mean == pytest.approx(4 / 3, abs=1e-6)
+    assert scored.max_over_mean == pytest.approx(4 / 3, abs=1e-9)
     assert scored.max_over_mean_worst == 2.0
     assert (scored.windows, scored.tokens) == (2, 16)
 

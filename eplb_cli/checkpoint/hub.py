@@ -65,7 +65,8 @@ def locate_config(model: str | Path) -> Path:
 
 def _repository_id(model: str | Path) -> str:
     text = str(model)
-    if Path(text).is_absolute() or text.startswith(".") or not _REPOSITORY_ID.fullmatch(text):
+    # `models/qwen` where there is a folder `models` is a misspelt path, not a repository.
+    if Path(text).parent.is_dir() or text.startswith(".") or not _REPOSITORY_ID.fullmatch(text):
         raise CheckpointError(
             "no such folder",
             file=text,

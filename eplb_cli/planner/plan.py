@@ -370,7 +370,8 @@ def _bound(loads: ExpertLoads, topology: Topology, request: PlanRequest) -> floa
     if request.node_policy == "strict" or hierarchical:
         strict = _strict_bound(loads, topology)
         bound = bound if strict is None else min(bound, strict)
-    return min(1.0, math.ceil(bound * 1e6 - 1e-3) / 1e6)
+    scale = 10.0**DIGITS
+    return min(1.0, math.ceil(bound * scale - 1e-3) / scale)
 
 
 def _strict_bound(loads: ExpertLoads, topology: Topology) -> float | None:

@@ -14,7 +14,7 @@ from eplb_cli.placement import Placement
 
 __all__ = ["Score", "score"]
 
-DIGITS = 6
+DIGITS = 9
 """Decimals of recorded figures: more than anybody acts on, fewer than summation order could change."""
 
 

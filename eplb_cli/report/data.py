@@ -19,6 +19,7 @@ from eplb_cli.planner import STRATEGIES, PlanRequest
 from eplb_cli.planner.confidence import bootstrap_interval
 from eplb_cli.planner.placing import cross_validate, place
 from eplb_cli.planner.request import Strategy, topology_of
+from eplb_cli.planner.scoring import DIGITS
 
 __all__ = ["Layout", "ModelFacts", "NamedPlan", "RedundancyStep", "Report", "make_report"]
 
@@ -37,7 +38,6 @@ REDUNDANCY_STEPS = (0, 1, 2, 4, 8)
 """Points of the R curve: the smallest valid R plus so many times G. The first steps pay most."""
 CHUNK_WINDOWS = 256
 """Windows whose rank loads are held at once, so that memory does not grow with the recording."""
-DIGITS = 6
 
 
 @dataclass(frozen=True)
