@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from eplb_cli.metrics import initial_map
-from eplb_cli.placement import Placement
+from eplb_cli.placement import Placement, Provenance
 from tests.tiny_models import llama4_multimodal
 
 __all__ = ["PROMPTS", "Engines", "Rank", "engines", "free_plan", "free_port", "stock_plan", "vllm_models"]
@@ -232,14 +232,18 @@ def vllm_models(
 
 
 def free_plan(model: Served, *, ep_size: int = 2, redundant: int | None = None, seed: int = 0) -> Placement:
-    """A random placement in which every layer differs, copies may share a rank, and no layer is in start order."""
+    """A random placement in which every layer differs, and no layer is in start order.
+
+    Copies may share a rank, as the reference's may; the strategy says so, or the plan would be refused.
+    """
     random = np.random.default_rng(seed)
     extra = model.redundant if redundant is None else redundant
     rows = [
         random.permutation(np.r_[np.arange(model.experts), random.integers(0, model.experts, extra)])
         for _ in model.layer_ids
     ]
-    return Placement(np.stack(rows).astype(np.int32), np.array(model.layer_ids, np.int32), model.experts, ep_size)
+    table, layers = np.stack(rows).astype(np.int32), np.array(model.layer_ids, np.int32)
+    return Placement(table, layers, model.experts, ep_size, provenance=Provenance(strategy="deepseek"))
 
 
 def stock_plan(model: Served, *, ep_size: int = 2, redundant: int | None = None, seed: int = 0) -> Placement:
