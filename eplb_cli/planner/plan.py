@@ -286,7 +286,7 @@ def _extra_gib(topology: Topology, request: PlanRequest) -> float | None:
         smallest = -topology.num_experts % topology.ep_size
         steps = int((request.max_extra_gib * topology.ep_size / per_expert - smallest) // topology.ep_size)
         raise UsageError(
-            f"{topology.num_redundant_experts} redundant experts add {extra:.2f} GiB per rank",
+            f"{topology.num_redundant_experts} redundant experts add {extra:.3g} GiB per rank",
             rule=f"--max-extra-gib is {request.max_extra_gib:g}",
             hint=(
                 f"The largest R within it is {smallest + steps * topology.ep_size}."

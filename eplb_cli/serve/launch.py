@@ -348,7 +348,7 @@ def _memory_notes(model: str, placement: Placement, layout: Layout) -> list[str]
         return []
     with contextlib.suppress(EplbError):  # sizes are a courtesy; vLLM reads the weights itself
         extra = sum(read_expert_bytes(model).values()) * redundant / placement.ep_size
-        return [f"{redundant} redundant experts take {extra / 2**30:.3f} GiB of weights per rank."]
+        return [f"{redundant} redundant experts take {extra / 2**30:.3g} GiB of weights per rank."]
     return []
 
 
