@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from tests.tiny_models import (  # noqa: F401 - session fixtures for every test
     tiny_qwen3_moe_fused,
 )
 from tests.vllm_cpu.engine import engines, vllm_models  # noqa: F401
+
+# A shell's background job ignores SIGINT, and so would every process that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
