@@ -241,6 +241,10 @@ def drop(model: Synthetic, *names: str) -> None:
         (lambda m: m.copy("model.layers.1.mlp.mystery.weight", (E, 4)), "covered by no rule"),
         (lambda m: m.copy("model.layers.1.mlp.experts.scales", (E, 4)), "is no expert's and no fused tensor's"),
         (lambda m: add_experts(m, -1, "model.layers.0.mlp.experts"), "config.json makes the layer dense"),
+        (
+            lambda m: m.config.update(mlp_only_layers=[0]),
+            "is a dense layer's, but config.json makes the layer a MoE layer",
+        ),
         (lambda m: m.copy("encoder.experts.0.w1", (4,)), "outside the decoder layers"),
         (lambda m: m.fused(1, "model.layers.1.mlp.experts.down_proj", (4, 4)), "both fused and per-expert"),
         (lambda m: m.logical(1, "model.layers.1.mlp.gate.weight", (E + 1, 4)), "axis 0 must be the 8 experts"),

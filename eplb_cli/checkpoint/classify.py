@@ -141,6 +141,8 @@ def role_of(config: ModelConfig, entry: TensorEntry) -> Role:
         return _COPY
     if any(_starts(rest, module.rpartition(".")[0]) for module in family.router):
         raise _uncovered(config, entry, layer, "belongs to the router, whose rows cannot be told apart in this form")
+    if any(_starts(rest, f"{module}.{projection}") for module in family.blocks for projection in family.projections):
+        raise _uncovered(config, entry, layer, "is a dense layer's, but config.json makes the layer a MoE layer")
     if any(_starts(rest, module) for module in family.blocks) or "experts" in rest or "router" in rest:
         raise _uncovered(config, entry, layer, "lies in a MoE block and is covered by no rule")
     return _COPY
