@@ -20,7 +20,7 @@ from eplb_cli.errors import PlacementError
 from eplb_cli.files import atomic_write
 from eplb_cli.metrics import initial_map, replica_counts
 
-__all__ = ["PLAN_FILE", "Placement", "Provenance"]
+__all__ = ["PLAN_FILE", "Placement", "Provenance", "unique_keys"]
 
 FORMAT = "eplb-plan"
 VERSION = 1
@@ -269,7 +269,7 @@ class Placement:
             PlacementError: as `load`, without a file name.
         """
         try:
-            document = json.loads(content, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+            document = json.loads(content, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise PlacementError(
                 f"is not a plan: {error}", hint="A plan is the JSON file that `eplb plan` writes."
@@ -352,7 +352,8 @@ _LAYER_KEYS = {"layer_id", "moe_index", "physical_to_logical"}
 _FIGURE_KEYS = {"after", "before", "bound", "held_out"}
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=...)`: an object, refused with a PlacementError when a key is there twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]

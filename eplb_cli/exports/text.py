@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import PlacementError
+from eplb_cli.placement import unique_keys
 
 __all__ = ["integer", "parse", "row_lines", "rows_of", "section"]
 
@@ -21,17 +22,9 @@ def parse(content: bytes) -> Any:
         PlacementError: it is none.
     """
     try:
-        return json.loads(content, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(content, object_pairs_hook=unique_keys, parse_constant=_refuse)
     except (ValueError, UnicodeDecodeError, RecursionError) as error:
         raise PlacementError(f"is not JSON: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise PlacementError(f"has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return document
 
 
 def _refuse(name: str) -> NoReturn:
