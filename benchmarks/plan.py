@@ -33,8 +33,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
+from eplb_cli.bounds import balancedness_bound
 from eplb_cli.loads import ExpertLoads
-from eplb_cli.metrics import balancedness, balancedness_bound, initial_map, rank_loads
+from eplb_cli.metrics import balancedness, initial_map, rank_loads
 from eplb_cli.planner import PlanRequest
 from eplb_cli.planner.placing import place
 from eplb_cli.planner.request import topology_of

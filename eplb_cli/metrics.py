@@ -1,4 +1,4 @@
-"""Rank loads, balancedness and bounds: arrays in, numbers out.
+"""Rank loads and balancedness: arrays in, numbers out.
 
 Letters: W windows, L MoE layers, E logical experts, P physical slots, G EP ranks, S = P / G slots per rank.
 A plan's row `physical_to_logical` [P] puts slot p on rank p // S. Copies of an expert share its load equally.
@@ -11,10 +11,8 @@ import numpy.typing as npt
 
 __all__ = [
     "balancedness",
-    "balancedness_bound",
     "balancedness_per_layer",
     "initial_map",
-    "least_shares",
     "max_over_mean",
     "rank_loads",
     "rank_shares",
@@ -89,34 +87,3 @@ def max_over_mean(loads: FloatArray) -> FloatArray:
     mean = loads.mean(-1)
     ratio: FloatArray = np.divide(loads.max(-1, initial=0.0), mean, out=np.ones_like(mean), where=mean > 0)
     return ratio
-
-
-def balancedness_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: int) -> float:
-    """A proven upper bound on the balancedness of any placement of P slots on G ranks, from loads [W, L, E].
-
-    In window t no placement has a max rank load below max(mean_t, lambda_t), where lambda_t is the least possible
-    largest share max_e w_e / c_e over all counts c with c_e >= 1, c_e <= G and sum c = P. Letting the counts differ
-    between windows only lowers the sum, so the bound holds for a static plan.
-    """
-    loads = counts.astype(np.float64)
-    mean = loads.sum(-1) / ep_size
-    return float(
-        _ratio(np.asarray(mean.sum()), np.asarray(np.maximum(mean, least_shares(loads, num_slots, ep_size)).sum()))
-    )
-
-
-def least_shares(loads: FloatArray, num_slots: int, ep_size: int) -> FloatArray:
-    """min over counts of max_e w_e / c_e, for each leading index of [..., E].
-
-    Giving the next copy to the largest share is optimal (an exchange argument); an expert at G copies takes no more.
-    """
-    shares = loads.reshape(-1, loads.shape[-1]).copy()
-    full = shares.copy()
-    copies = np.ones_like(shares)
-    row = np.arange(shares.shape[0])
-    for _ in range(num_slots - loads.shape[-1]):
-        hottest = np.where(copies < ep_size, shares, -1.0).argmax(1)
-        copies[row, hottest] += 1
-        shares[row, hottest] = full[row, hottest] / copies[row, hottest]
-    least: FloatArray = shares.max(1, initial=0.0).reshape(loads.shape[:-1])
-    return least

@@ -17,10 +17,11 @@ ALLOWED = {
     "console": {"errors"},
     "files": {"errors"},
     "metrics": {"errors"},
+    "bounds": {"metrics"},
     "loads": {"errors", "files", "metrics"},
     "placement": {"errors", "files", "metrics"},
     "traces": BASE,
-    "planner": BASE,
+    "planner": BASE | {"bounds"},
     "exports": BASE,
     "checkpoint": BASE | {"models"},
     "vllm_plugin": BASE | {"planner"},
@@ -28,7 +29,7 @@ ALLOWED = {
     "versions": set(),
     "doctor": BASE | {"serve", "vllm_plugin", "versions"},
     "advice": BASE | {"planner"},
-    "report": BASE | {"planner", "checkpoint", "advice"},
+    "report": BASE | {"bounds", "planner", "checkpoint", "advice"},
 }
 
 

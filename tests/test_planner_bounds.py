@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_cli.metrics import balancedness_bound
+from eplb_cli.bounds import balancedness_bound
 from eplb_cli.planner.nodes import experts_by_node, strict_peaks
 from eplb_cli.planner.search import search
 from eplb_cli.planner.windows import Evidence, peaks

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.metrics import least_shares, rank_shares
+from eplb_cli.bounds import least_shares
+from eplb_cli.metrics import rank_shares
 from eplb_cli.planner.windows import IntArray
 
 __all__ = ["NodeOption", "experts_by_node", "off_home_price", "off_home_share", "strict_peaks"]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.bounds import balancedness_bound, stock_bound
 from eplb_cli.errors import LoadsError, PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.metrics import (
     balancedness,
-    balancedness_bound,
     balancedness_per_layer,
     initial_map,
     rank_loads,
@@ -365,7 +365,8 @@ def _previous_rows(loads: ExpertLoads, topology: Topology, previous: Placement) 
 
 def _bound(loads: ExpertLoads, topology: Topology, request: PlanRequest) -> float:
     """Upper bound of the request's own kind of plan; rounded up, so that it stays one."""
-    bound = balancedness_bound(loads.counts, topology.num_slots, topology.ep_size)
+    of_kind = stock_bound if request.strategy == "stock" else balancedness_bound
+    bound = of_kind(loads.counts, topology.num_slots, topology.ep_size)
     hierarchical = request.strategy == "deepseek" and topology.groups_split_over_nodes
     if request.node_policy == "strict" or hierarchical:
         strict = _strict_bound(loads, topology)

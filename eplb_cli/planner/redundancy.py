@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from eplb_cli.metrics import least_shares, smallest_redundancy
+from eplb_cli.bounds import least_shares
+from eplb_cli.metrics import smallest_redundancy
 from eplb_cli.planner.windows import IntArray
 
 __all__ = ["CROSSOVER_TOKENS", "KNEE", "SweepPoint", "candidates", "compulsory", "knee"]

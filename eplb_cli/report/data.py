@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.advice import GIB, Advice, Situation, advise, describe_situation, kv_cache_per_token
+from eplb_cli.bounds import balancedness_bound
 from eplb_cli.errors import PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads
-from eplb_cli.metrics import balancedness_bound, rank_loads, smallest_redundancy
+from eplb_cli.metrics import rank_loads, smallest_redundancy
 from eplb_cli.placement import Placement
 from eplb_cli.planner import STRATEGIES, PlanRequest
 from eplb_cli.planner.confidence import bootstrap_interval
