@@ -244,24 +244,18 @@ class Polisher:
         step = (self.beta[at] * np.float32(0.125))[:, None]
         weights = self.weights[at]
         load_g, load_h, slots_g, slots_h = self.loads[g], self.loads[h], self.slot_loads[g], self.slot_loads[h]
-        # phi = y^8, in units of 1 / beta^2; its derivatives by x are 8 step y^7 and 56 step^2 y^6.
-        y_g, y_h = _base(load_g, step), _base(load_h, step)
-        square_g, square_h = y_g * y_g, y_h * y_h
-        sixth_g, sixth_h = square_g * square_g * square_g, square_h * square_h * square_h
-        slope = (sixth_h * y_h - sixth_g * y_g) * weights * (np.float32(8.0) * step)
-        curvature = (sixth_g + sixth_h) * weights * (np.float32(28.0) * step * step)
-        curved_g = slots_g * curvature[:, None]
-        leave = np.einsum("nit,nt->ni", slots_g, slope) + np.einsum("nit,nit->ni", curved_g, slots_g)
-        enter = np.einsum("nit,nt->ni", slots_h, slope) - np.einsum("nit,nit,nt->ni", slots_h, slots_h, curvature)
         scale = np.float32(64.0) * step[:, 0] ** 2
         here, there = self.held[g], self.held[h]
+        if room == 2 and heat is None and self.price is None:
+            # The other two of the four swaps lead to the same two ranks under each other's names: nothing to rank.
+            change = np.zeros((len(g), 2, 2), np.float32)
+            change[:, 1] = np.inf
+            before = _eighth(load_g, step) + _eighth(load_h, step)
+        else:
+            change, before = _second_order(load_g, load_h, slots_g, slots_h, step, weights)
         if self.price is not None:
-            leave += (self.price[h[:, None], here] - self.price[g[:, None], here]) * scale[:, None]
-            enter += (self.price[h[:, None], there] - self.price[g[:, None], there]) * scale[:, None]
-        change = np.einsum("nit,njt->nij", curved_g, slots_h)
-        change *= np.float32(-2.0)
-        change += leave[:, :, None]
-        change -= enter[:, None, :]
+            change += (self.price[h[:, None], here] - self.price[g[:, None], here])[:, :, None] * scale[:, None, None]
+            change -= (self.price[h[:, None], there] - self.price[g[:, None], there])[:, None] * scale[:, None, None]
         change[self.holds[h[:, None], here]] = np.inf
         change.transpose(0, 2, 1)[self.holds[g[:, None], there]] = np.inf
         flat = change.reshape(len(g), -1)
@@ -276,7 +270,7 @@ class Polisher:
         i, j = chosen // room, chosen % room
         shift = slots_g[row[:, None], i] - slots_h[row[:, None], j]
         after = _eighth(load_g[:, None] - shift, step[:, None]) + _eighth(load_h[:, None] + shift, step[:, None])
-        after -= (sixth_g * square_g + sixth_h * square_h)[:, None]
+        after -= before[:, None]
         exact = np.einsum("nct,nt->nc", after, weights)
         if self.price is not None:
             a, b = here[row[:, None], i], there[row[:, None], j]
@@ -298,6 +292,28 @@ class Polisher:
         self.held[g, i], self.held[h, j] = b, a
         self.holds[g, a] = self.holds[h, b] = False
         self.holds[g, b] = self.holds[h, a] = True
+
+
+def _second_order(
+    load_g: Float32, load_h: Float32, slots_g: Float32, slots_h: Float32, step: Float32, weights: Float32
+) -> tuple[Float32, Float32]:
+    """What each swap of a slot of g with one of h does to Phi, to second order, [n, S, S]; and phi of both now, [n, T].
+
+    In units of 1 / beta^2, like phi = y^8, whose derivatives by x are 8 step y^7 and 56 step^2 y^6.
+    """
+    y_g, y_h = _base(load_g, step), _base(load_h, step)
+    square_g, square_h = y_g * y_g, y_h * y_h
+    sixth_g, sixth_h = square_g * square_g * square_g, square_h * square_h * square_h
+    slope = (sixth_h * y_h - sixth_g * y_g) * weights * (np.float32(8.0) * step)
+    curvature = (sixth_g + sixth_h) * weights * (np.float32(28.0) * step * step)
+    curved_g = slots_g * curvature[:, None]
+    leave = np.einsum("nit,nt->ni", slots_g, slope) + np.einsum("nit,nit->ni", curved_g, slots_g)
+    enter = np.einsum("nit,nt->ni", slots_h, slope) - np.einsum("nit,nit,nt->ni", slots_h, slots_h, curvature)
+    change = np.einsum("nit,njt->nij", curved_g, slots_h)
+    change *= np.float32(-2.0)
+    change += leave[:, :, None]
+    change -= enter[:, None, :]
+    return change, sixth_g * square_g + sixth_h * square_h
 
 
 def _base(loads: Float32, step: Float32) -> Float32:

@@ -22,12 +22,14 @@ MOST_SLOTS = 2
 """Slots per rank up to which the copies are searched with a re-pack each."""
 TRIES = 8
 """Changes of the copies that a step judges, of which it takes the best."""
-LEAST_STEPS, MOST_STEPS = 25, 400
+LEAST_STEPS, MOST_STEPS = 40, 400
 """Fewer steps than the least are not taken: they cost time and find nothing."""
 HOTTEST = 1.6
 """Temperature at the start, in parts of the objective over ranks; it falls linearly to nothing."""
 SEARCHED_WINDOWS = 16
 """Windows that judge the copies, merged from those at hand: copies follow slower changes than partners do."""
+SORTING = 2
+"""Windows whose loads take as long to add up as the shares to sort."""
 
 
 def recount(windows: IntArray, start: IntArray, ep_size: int, budget: int, seed: int) -> IntArray:
@@ -47,7 +49,7 @@ def recount(windows: IntArray, start: IntArray, ep_size: int, budget: int, seed:
     layer, room = np.arange(layers), slots // ep_size
     counts = np.zeros((layers, experts), np.int64)
     np.add.at(counts, (layer[:, None], start), 1)
-    steps = min(MOST_STEPS, budget // (slots * loads.shape[2] * TRIES))
+    steps = min(MOST_STEPS, budget // (slots * (loads.shape[2] + SORTING) * TRIES))
     if steps < LEAST_STEPS or slots == experts or ep_size < 2:
         return start
     risk = loads.mean(2) + loads.std(2)

@@ -25,15 +25,16 @@ IntArray = npt.NDArray[np.int64]
 Level = Literal["fast", "settled", "normal", "thorough"]
 """The efforts, and between them what is left of "normal" without annealing, for plans that are only compared."""
 
-GRAM_SWEEPS = {"fast": 4, "settled": 30}
+DESCENT = {"fast": (4_500, 4), "settled": (40_000, 30)}
+"""Pairs of ranks that a layer's descent looks at, and its most sweeps; it makes one at least."""
 POLISHED_PAIRS, LEAST_POLISH, MOST_POLISH = 12_000, 2, 6
 """Pairs of ranks that a layer's polish looks at in sweeps of all pairs; later sweeps look at what changed only."""
 ANNEALING = {"normal": (4_000, 30), "thorough": (100_000, 600)}
 """Pairs of ranks that a layer's annealing looks at, and its most sweeps. Chosen so that the efforts stay within their
 aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
 
-RECOUNTED = {"fast": 100_000, "settled": 400_000, "normal": 1_000_000, "thorough": 10_000_000}
-"""Slots times windows that the search over a layer's copies looks at (`recount`)."""
+RECOUNTED = {"fast": 150_000, "settled": 500_000, "normal": 1_200_000, "thorough": 12_000_000}
+"""Slots times windows, and as much again for sorting, that the search over a layer's copies looks at (`recount`)."""
 MOST_STOCK_WORK = 65_536
 """E^2 G up to which the best relabelling of the stock map is one more start, next to free."""
 MOST_COPY_MOVES, COPY_MOVES_READ = 32, 4_000_000
@@ -60,6 +61,8 @@ def search(evidence: Evidence, num_slots: int, ep_size: int, effort: Level, seed
     placed = start
     for level in _levels(effort):
         placed = _improve(evidence, placed, ep_size, level, seed, nodes)
+        if level == "settled" and level != effort:
+            continue  # "normal" follows, and tries the same starts with more steps
         for other in _other_starts(evidence, start, ep_size, level, seed, nodes):
             better = _better(evidence, placed, other, ep_size, nodes)
             if not np.array_equal(better, placed):
@@ -121,17 +124,20 @@ def _improve(
     if slots == ep_size or (level in ANNEALING and not sweeps):
         return placed  # with one slot a rank every arrangement of the copies is as good
 
+    pairs = ep_size * (ep_size - 1) // 2
+    looked_at, most = DESCENT.get(level, (0, 0))
+    polish = max(LEAST_POLISH, min(MOST_POLISH, POLISHED_PAIRS // pairs))
+
     def improve(rows: slice) -> IntArray:
         paid = None if price is None else price[rows]
         found = placed[rows]
-        if level in GRAM_SWEEPS:
-            found = gram_descent(evidence.moments[rows], found, ep_size, GRAM_SWEEPS[level], paid)
+        if most:
+            found = gram_descent(evidence.moments[rows], found, ep_size, max(1, min(most, looked_at // pairs)), paid)
         if level == "fast":
             return found
         windows = evidence.windows[:, rows]
         polisher = Polisher(windows, evidence.window_means[:, rows], found, ep_size, first_row=rows.start, price=paid)
         polisher.anneal(sweeps, seed)
-        polish = max(LEAST_POLISH, min(MOST_POLISH, 2 * POLISHED_PAIRS // (ep_size * (ep_size - 1))))
         polisher.descend(polish)
         moves = min(MOST_COPY_MOVES, COPY_MOVES_READ // (ep_size * windows.shape[2] * len(windows)))
         if moves:
