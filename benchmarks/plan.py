@@ -3,8 +3,8 @@
     python benchmarks/plan.py [--only NAME] [--thorough] [--no-vllm]
 
 Each configuration's first windows make the plan, its last windows score it. Peers get what their interfaces take: the
-summed load (reference, vLLM, zigzag) or the windows (mean-variance). Processor time is that of the whole process, all
-threads together, the least of three runs where they are short.
+summed load (reference, vLLM, zigzag) or the windows (mean-variance). Bounds are those of the windows in each column.
+Processor time is that of the whole process, all threads together, the least of three runs where they are short.
 
 Synthetic loads are a mixture of topics, since no public windowed loads of these models exist:
 
@@ -33,7 +33,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
-from eplb_cli.bounds import balancedness_bound
+from eplb_cli.bounds import balancedness_bound, stock_bound
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.metrics import balancedness, initial_map, rank_loads
 from eplb_cli.planner import PlanRequest
@@ -164,19 +164,20 @@ def every_split(experts: int, folder: str, ranks: int, redundant: int, tokens: i
 
 def print_unseen_tasks() -> None:
     """Mean held-out balancedness over every split of the tasks, and the difference to mean-variance with its error."""
-    print("| configuration | splits | mean-variance | fast | normal | normal - mean-variance |")
-    print("|---|---|---|---|---|---|")
+    print("| configuration | splits | reference | mean-variance | stock | fast | normal | normal - mean-variance |")
+    print("|---|---|---|---|---|---|---|---|")
     for experts, folder, ranks in ((32, "gptoss20b", 8), (64, "esft_dsv2lite", 8), (64, "esft_dsv2lite", 16)):
         for tokens in (2000, 512):
             held_out, name = [], ""
             for case in every_split(experts, folder, ranks, ranks, tokens):
                 name = case.name
-                planners = (mean_variance, ours("windows", "fast"), ours("windows", "normal"))
+                windows = (ours("windows", "fast"), ours("windows", "normal"))
+                planners = (ours("deepseek"), mean_variance, ours("stock"), *windows)
                 held_out.append([figure(plan(case), case.scored, ranks) for plan in planners])
             if not held_out:
                 continue
             figures = np.array(held_out)
-            lead = figures[:, 2] - figures[:, 0]
+            lead = figures[:, 4] - figures[:, 1]
             error = lead.std(ddof=1) / len(lead) ** 0.5
             columns = " | ".join(f"{value:.4f}" for value in figures.mean(0))
             print(f"| {name} | {len(lead)} | {columns} | {lead.mean():+.4f} (standard error {error:.4f}) |", flush=True)
@@ -337,6 +338,7 @@ def main() -> None:
         "mean-variance": mean_variance,
         "deepseek": ours("deepseek"),
         "mean": ours("mean"),
+        "mean, fast": ours("mean", "fast"),
         "stock": ours("stock"),
         "fast": ours("windows", "fast"),
         "normal": ours("windows", "normal"),
@@ -363,6 +365,9 @@ def main() -> None:
         )
         total = case.planned.sum(0, keepdims=True)
         bound = balancedness_bound(total, slots, ranks)
+        for name, bound_of in (("bound", balancedness_bound), ("bound of the stock map", stock_bound)):
+            both = (f"{bound_of(counts, slots, ranks):.4f}" for counts in (case.planned, case.scored))
+            print(f"| | {name} | {' | '.join(both)} | | |")
         for name, plan in planners.items():
             if name in ("strict", "relaxed") and not case.num_groups:
                 continue
