@@ -3,14 +3,13 @@
 The names below are the Python API; the command line uses the same ones. They are imported when first used, so that
 `import eplb_cli` loads neither numpy nor torch.
 
-    from pathlib import Path
     from eplb_cli import ExpertLoads, PlanRequest, plan, score
 
-    loads = ExpertLoads.load(Path("monday.safetensors"))
+    loads = ExpertLoads.load("monday.safetensors")
     result = plan(loads, PlanRequest(ep_size=8, num_redundant_experts=16))
     print(result.balancedness.held_out)
-    print(score(result.placement, ExpertLoads.load(Path("tuesday.safetensors"))).balancedness)
-    result.placement.save(Path("plan.json"))
+    print(score(result.placement, ExpertLoads.load("tuesday.safetensors")).balancedness)
+    result.placement.save("plan.json")
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -158,7 +159,7 @@ class ExpertLoads:
             window_phase=self.window_phase[keep],
         )
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write the profile as safetensors, whole or not at all.
 
         Raises:
@@ -181,11 +182,11 @@ class ExpertLoads:
             "window_ids": self.window_ids,
             "window_phase": self.window_phase,
         }
-        with atomic_write(path) as stream:
+        with atomic_write(Path(path)) as stream:
             _write_safetensors(stream, tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)})
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: str | PathLike[str]) -> Self:
         """Read a profile.
 
         Raises:
@@ -193,6 +194,7 @@ class ExpertLoads:
         """
         from safetensors import SafetensorError, safe_open
 
+        path = Path(path)
         hint = f"Make one with: eplb profile {path} -o loads.safetensors"
         if path.is_dir():
             raise LoadsError("is a folder, not an eplb profile", file=path, hint=hint)

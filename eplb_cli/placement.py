@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -230,23 +231,24 @@ class Placement:
         body = ",\n".join(f' "{key}": {fields[key]}' for key in sorted(fields))
         return f"{{\n{body}\n}}\n".encode()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write the plan file, whole or not at all.
 
         Raises:
             OutputError: the file cannot be written.
         """
-        with atomic_write(path) as stream:
+        with atomic_write(Path(path)) as stream:
             stream.write(self.to_json())
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: str | PathLike[str]) -> Self:
         """Read a plan file, or the plan inside a converted checkpoint's folder.
 
         Raises:
             PlacementError: there is no such file, it is not a plan, its version is newer, it has an unknown key, or it
                 breaks a rule.
         """
+        path = Path(path)
         file = path / PLAN_FILE if path.is_dir() else path
         try:
             content = file.read_bytes()

@@ -40,6 +40,12 @@ def test_the_file_gives_back_what_was_saved(tmp_path: Path) -> None:
         assert getattr(read, name) == getattr(saved, name)
 
 
+def test_files_may_be_named_by_strings(tmp_path: Path) -> None:
+    name = str(tmp_path / "loads.safetensors")
+    loads([[[1, 2]]]).save(name)
+    assert ExpertLoads.load(name).counts.tolist() == [[[1, 2]]]
+
+
 def test_the_same_loads_are_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         loads([[[1, 2]]], dropped={"x": 1, "b": 2}).save(tmp_path / name)

@@ -207,3 +207,11 @@ def test_vllms_own_start_layout_may_too() -> None:
     own = Placement.initial(2, 4, 2, [0])
     assert own.twins()
     own.require_distinct_copies()
+
+
+def test_files_may_be_named_by_strings(tmp_path: Path) -> None:
+    name = str(tmp_path / "plan.json")
+    saved = placement([[0, 1]], 2, 2)
+    saved.save(name)
+    assert Placement.load(name).to_json() == saved.to_json()
+    assert Placement.load(tmp_path / "plan.json").to_json() == saved.to_json()
