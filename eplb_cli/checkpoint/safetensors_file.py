@@ -128,10 +128,11 @@ def read_header(file: Path) -> SafetensorsHeader:
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(type(value) is not str for value in metadata.values()):
         raise CheckpointError("has header metadata that is not strings", file=file)
-    # Shapes repeat a hundred thousand times in large models; one copy of each is enough.
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    entries = [_entry(file, name, document[name], shapes) for name in list(document)]
-    del document
+    # Shapes repeat a hundred thousand times in large models, and a tensor ends where the next begins; one copy of each
+    # is enough.
+    once: dict[Any, Any] = {}
+    entries = [_entry(file, name, document[name], once) for name in list(document)]
+    del document, once
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     end = 0
     for entry in entries:
@@ -199,7 +200,7 @@ def _refuse_impostors(file: Path, size: int, start: bytes) -> None:
         raise CheckpointError(f"is truncated: {size} bytes", file=file, hint="Fetch the file again.")
 
 
-def _entry(file: Path, name: str, fields: Any, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
+def _entry(file: Path, name: str, fields: Any, once: dict[Any, Any]) -> TensorEntry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError("has a header entry without dtype, shape and data_offsets", file=file, tensor=name)
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -213,9 +214,8 @@ def _entry(file: Path, name: str, fields: Any, shapes: dict[tuple[int, ...], tup
             f"{dtype} {shape} does not fill bytes {offsets}", file=file, tensor=name, rule="size is shape x dtype"
         )
     # Source, output and index hold the same names; interning keeps one copy of each.
-    return TensorEntry(
-        sys.intern(name), sys.intern(dtype), shapes.setdefault(tuple(shape), tuple(shape)), offsets[0], offsets[1]
-    )
+    sizes, begin, end = (once.setdefault(value, value) for value in (tuple(shape), *offsets))
+    return TensorEntry(sys.intern(name), sys.intern(dtype), sizes, begin, end)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
