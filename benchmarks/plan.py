@@ -139,7 +139,7 @@ def cases() -> Iterator[Case]:
         ("DeepSeek-V2-Lite", 64, "esft_dsv2lite", ((8, 8), (16, 16))),
     ):
         files = sorted((SHARED_DATA / folder).glob("*_topk.npz"))
-        for tokens in (512, 2000):
+        for tokens in (128, 512, 2000):
             parts = [part for part in (cut(file, experts, tokens) for file in files) if len(part) > 1]
             first = np.concatenate([part[: len(part) // 2] for part in parts])
             second = np.concatenate([part[len(part) // 2 :] for part in parts])

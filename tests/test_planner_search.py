@@ -15,10 +15,11 @@ from eplb_cli.planner.descent import gram_descent
 from eplb_cli.planner.packing import pack
 from eplb_cli.planner.polish import Polisher
 from eplb_cli.planner.recount import recount
+from eplb_cli.planner.request import EFFORTS
 from eplb_cli.planner.search import Level, refine, search
 from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.tournament import over_layers, rounds
-from eplb_cli.planner.windows import Evidence, gram, merge_windows, peaks
+from eplb_cli.planner.windows import MOST_WINDOWS, Evidence, gram, peaks, spread
 
 
 def traffic(windows: int = 24, layers: int = 20, experts: int = 32, seed: int = 0) -> np.ndarray:
@@ -42,11 +43,37 @@ def test_a_tournament_pairs_all_ranks_once_and_each_rank_once_a_round(ranks: int
     assert len(seen) == ranks * (ranks - 1) // 2
 
 
-def test_merged_windows_keep_totals_and_order() -> None:
-    counts = np.arange(10, dtype=np.int64)[:, None, None]
-    merged = merge_windows(counts, 4)
-    assert merged.ravel().tolist() == [0 + 1, 2 + 3 + 4, 5 + 6, 7 + 8 + 9]
-    assert merge_windows(counts, 10) is counts
+def test_all_windows_are_looked_at_where_they_are_few() -> None:
+    assert spread(10, 10).tolist() == list(range(10))
+
+
+def test_one_window_of_each_stretch_is_looked_at() -> None:
+    edges = np.arange(65) * 1000 // 64
+    assert ((edges[:-1] <= spread(1000, 64)) & (spread(1000, 64) < edges[1:])).all()
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 8, 16, 64])
+def test_no_rhythm_of_the_traffic_is_met_at_one_beat_only(period: int) -> None:
+    met = np.bincount(spread(2048, 512) % period, minlength=period)
+    assert met.min() >= 0.5 * 512 / period
+    assert met.max() <= 1.6 * 512 / period
+
+
+def fine_windows(windows: int) -> np.ndarray:
+    """Two groups of experts, hot in turns from one window to the next, [W, 2, 16]."""
+    rng = np.random.default_rng(3)
+    hot = np.where((np.arange(16) < 8)[None] == (np.arange(windows) % 2 == 0)[:, None], 90, 10)
+    return rng.poisson(hot[:, None] * rng.uniform(0.5, 1.5, (2, 16)))
+
+
+@pytest.mark.parametrize("windows", [65, 500, 1500])
+def test_effort_pays_however_many_windows_there_are(windows: int) -> None:
+    counts = fine_windows(windows)
+    evidence = Evidence.of(counts, 4)
+    planned = [peaks(counts, search(evidence, 20, 4, effort, 0), 4).sum() for effort in EFFORTS]
+    # 2 % for the windows that were not looked at one by one.
+    assert planned[1] <= planned[0] * (1.0 if windows <= MOST_WINDOWS else 1.02)
+    assert planned[2] <= planned[1] * (1.0 if windows <= MOST_WINDOWS else 1.02)
 
 
 def test_second_moments_are_exact_whatever_the_order_of_summation() -> None:

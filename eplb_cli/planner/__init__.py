@@ -1,7 +1,8 @@
 """Placement algorithms: arrays in, arrays out; no files, no printing.
 
-Letters, here and in docs/planner.md: W windows, T merged windows, L MoE layers, E logical experts, R redundant experts,
-P = E + R physical slots, G EP ranks, S = P / G slots per rank; w loads, c copies, C second moments over windows.
+Letters, here and in docs/planner.md: W windows, T of them that are looked at one by one, L MoE layers, E logical
+experts, R redundant experts, P = E + R physical slots, G EP ranks, S = P / G slots per rank; w loads, c copies, C
+second moments over windows.
 """
 
 from eplb_cli.planner.nodes import NodeOption

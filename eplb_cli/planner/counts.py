@@ -24,12 +24,13 @@ def window_aware_counts(windows: IntArray, num_slots: int, ep_size: int) -> IntA
     shares = loads.copy()
     layer = np.arange(layers)[:, None]
     window = np.arange(num_windows)[None]
+    top, runner_up = np.zeros((2, layers, num_windows), np.int64)
+    changed = np.ones((layers, num_windows), bool)
     for _ in range(num_slots - experts):
-        top = shares.argmax(2)
+        # A copy more changes one expert's share, and the order only of windows where it came first or second.
+        top[changed], runner_up[changed] = _largest_two(shares[changed])
         largest = shares[layer, window, top]
-        shares[layer, window, top] = -1.0
-        second = shares.max(2, initial=0.0)
-        shares[layer, window, top] = largest
+        second = np.where(runner_up == top, 0.0, shares[layer, window, runner_up])
         next_share = loads[layer, window, top] / (counts[layer, top] + 1)
         credit = np.zeros((layers, experts))
         np.add.at(credit, (layer, top), largest - np.maximum(second, next_share))
@@ -44,7 +45,16 @@ def window_aware_counts(windows: IntArray, num_slots: int, ep_size: int) -> IntA
         shares[layer, window, winner[:, None]] = (
             loads[layer, window, winner[:, None]] / counts[layer[:, 0], winner][:, None]
         )
+        changed = (top == winner[:, None]) | (runner_up == winner[:, None])
     return counts
+
+
+def _largest_two(shares: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
+    """Indices of the largest and the second largest of each row, the same where a row has one entry."""
+    row = np.arange(len(shares))
+    first = shares.argmax(1)
+    shares[row, first] = -1.0
+    return first, shares.argmax(1)
 
 
 def _first_largest(values: npt.NDArray[np.float64], counts: IntArray) -> IntArray:

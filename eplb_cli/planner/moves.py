@@ -101,7 +101,7 @@ class TradeOff:
     """Placements by the number of moved slots.
 
     Args:
-        moves, balancedness: of each point of the curve, over the merged windows; the first is the previous plan.
+        moves, balancedness: of each point of the curve, over the evidence's windows; the first is the previous plan.
         placed: the placement chosen, [L, P].
     """
 

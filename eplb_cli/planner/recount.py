@@ -11,8 +11,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.planner.windows import merge_windows
-
 __all__ = ["MOST_SLOTS", "recount"]
 
 IntArray = npt.NDArray[np.int64]
@@ -27,7 +25,7 @@ LEAST_STEPS, MOST_STEPS = 40, 400
 HOTTEST = 1.6
 """Temperature at the start, in parts of the objective over ranks; it falls linearly to nothing."""
 SEARCHED_WINDOWS = 16
-"""Windows that judge the copies, merged from those at hand: copies follow slower changes than partners do."""
+"""Windows that judge the copies, sums of those at hand: copies follow slower changes than partners do."""
 SORTING = 2
 """Windows whose loads take as long to add up as the shares to sort."""
 
@@ -45,7 +43,9 @@ def recount(windows: IntArray, start: IntArray, ep_size: int, budget: int, seed:
     """
     layers, slots = start.shape
     experts = windows.shape[2]
-    loads = merge_windows(windows, SEARCHED_WINDOWS).transpose(1, 2, 0).astype(np.float64)
+    judged = min(len(windows), SEARCHED_WINDOWS)
+    summed = np.add.reduceat(windows, np.arange(judged) * len(windows) // judged, axis=0)
+    loads = summed.transpose(1, 2, 0).astype(np.float64)
     layer, room = np.arange(layers), slots // ep_size
     counts = np.zeros((layers, experts), np.int64)
     np.add.at(counts, (layer[:, None], start), 1)

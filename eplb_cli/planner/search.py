@@ -15,7 +15,7 @@ from eplb_cli.planner.polish import Polisher
 from eplb_cli.planner.recount import MOST_SLOTS, recount
 from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.tournament import over_layers
-from eplb_cli.planner.windows import Evidence, peaks
+from eplb_cli.planner.windows import Evidence, peaks, spread
 
 __all__ = ["Level", "refine", "search"]
 
@@ -27,11 +27,13 @@ Level = Literal["fast", "settled", "normal", "thorough"]
 
 DESCENT = {"fast": (4_500, 4), "settled": (40_000, 30)}
 """Pairs of ranks that a layer's descent looks at, and its most sweeps; it makes one at least."""
-POLISHED_PAIRS, LEAST_POLISH, MOST_POLISH = 12_000, 2, 6
-"""Pairs of ranks that a layer's polish looks at in sweeps of all pairs; later sweeps look at what changed only."""
-ANNEALING = {"normal": (4_000, 30), "thorough": (100_000, 600)}
-"""Pairs of ranks that a layer's annealing looks at, and its most sweeps. Chosen so that the efforts stay within their
-aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
+POLISHED, LEAST_POLISH, MOST_POLISH = 768_000, 2, 6
+"""Pairs of ranks times windows that a layer's polish looks at, and its sweeps. It takes as many windows as leave it the
+least of sweeps, and LEAST_WINDOWS at least."""
+LEAST_WINDOWS = 64
+ANNEALING = {"normal": (256_000, 30), "thorough": (6_400_000, 600)}
+"""Pairs of ranks times windows that a layer's annealing looks at, and its most sweeps. Chosen so that the efforts stay
+within their aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
 
 RECOUNTED = {"fast": 150_000, "settled": 500_000, "normal": 1_200_000, "thorough": 12_000_000}
 """Slots times windows, and as much again for sorting, that the search over a layer's copies looks at (`recount`)."""
@@ -120,13 +122,13 @@ def _improve(
 ) -> IntArray:
     """What one level makes of the result [X, P] of the one before."""
     slots = placed.shape[1]
-    sweeps = _annealing_sweeps(level, ep_size, slots)
+    pairs = max(1, ep_size * (ep_size - 1) // 2)
+    looked_at, most = DESCENT.get(level, (0, 0))
+    polished = spread(len(evidence.windows), max(LEAST_WINDOWS, POLISHED // (LEAST_POLISH * pairs)))
+    polish = max(LEAST_POLISH, min(MOST_POLISH, POLISHED // (pairs * len(polished))))
+    sweeps = _annealing_sweeps(level, pairs * len(polished), slots // ep_size)
     if slots == ep_size or (level in ANNEALING and not sweeps):
         return placed  # with one slot a rank every arrangement of the copies is as good
-
-    pairs = ep_size * (ep_size - 1) // 2
-    looked_at, most = DESCENT.get(level, (0, 0))
-    polish = max(LEAST_POLISH, min(MOST_POLISH, POLISHED_PAIRS // pairs))
 
     def improve(rows: slice) -> IntArray:
         paid = None if price is None else price[rows]
@@ -135,8 +137,8 @@ def _improve(
             found = gram_descent(evidence.moments[rows], found, ep_size, max(1, min(most, looked_at // pairs)), paid)
         if level == "fast":
             return found
-        windows = evidence.windows[:, rows]
-        polisher = Polisher(windows, evidence.window_means[:, rows], found, ep_size, first_row=rows.start, price=paid)
+        windows, means = evidence.windows[polished, rows], evidence.window_means[polished, rows]
+        polisher = Polisher(windows, means, found, ep_size, first_row=rows.start, price=paid)
         polisher.anneal(sweeps, seed)
         polisher.descend(polish)
         moves = min(MOST_COPY_MOVES, COPY_MOVES_READ // (ep_size * windows.shape[2] * len(windows)))
@@ -151,11 +153,11 @@ def _improve(
     return _better(evidence, placed, improved, ep_size, nodes)
 
 
-def _annealing_sweeps(level: Level, ranks: int, slots: int) -> int:
-    """Sweeps over all pairs of ranks within the level's budget; a pair with S x S swaps counts by what it costs."""
-    pairs, most = ANNEALING.get(level, (0, 0))
-    cost = 1.0 + (slots // ranks) ** 2 / 40.0
-    sweeps = min(most, round(pairs / (cost * ranks * (ranks - 1) / 2)))
+def _annealing_sweeps(level: Level, a_sweep: int, room: int) -> int:
+    """Sweeps over all pairs of ranks and windows within the level's budget; S x S swaps count by what they cost."""
+    budget, most = ANNEALING.get(level, (0, 0))
+    cost = 1.0 + room**2 / 40.0
+    sweeps = min(most, round(budget / (cost * a_sweep)))
     return sweeps if sweeps >= LEAST_SWEEPS else 0
 
 

@@ -11,23 +11,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Evidence", "gram", "merge_windows", "peaks"]
+__all__ = ["Evidence", "gram", "peaks", "spread"]
 
 IntArray = npt.NDArray[np.int64]
 
-MOST_WINDOWS = 64
-"""Windows T that decide copies and the polish; consecutive ones are summed down to this many."""
+MOST_WINDOWS = 512
+"""Windows T that decide copies, the polish and which placement is better; of more, these are spread evenly over them.
+Sums of neighbours would not do: a rank's busy and idle windows cancel in them."""
 GRAM_BITS = 26
 """Bits of a normalised load. Sums of squares stay below 2**(2 * 26), hence exact in float64."""
 
 
-def merge_windows(counts: IntArray, most: int) -> IntArray:
-    """Loads [W, L, E] with consecutive windows summed until at most `most` are left; totals are kept."""
-    windows = counts.shape[0]
+def spread(windows: int, most: int) -> IntArray:
+    """Indices of at most `most` windows, one of each of as many equal stretches.
+
+    Their places within the stretches follow the golden ratio, so that no rhythm of the traffic, such as prefill and
+    decode in turns, is always met at the same beat.
+    """
     if windows <= most:
-        return counts
-    first = np.arange(most) * windows // most
-    return np.add.reduceat(counts, first, axis=0)
+        return np.arange(windows)
+    edges = np.arange(most + 1) * windows // most
+    part = np.arange(most) * 0x9E3779B9 % 2**32
+    chosen: IntArray = edges[:-1] + (np.diff(edges) * part >> 32)
+    return chosen
 
 
 def gram(counts: IntArray, window_total: IntArray) -> npt.NDArray[np.float64]:
@@ -54,7 +60,7 @@ class Evidence:
 
     Args:
         totals: int64 [X, E], loads summed over windows.
-        windows: int64 [T, X, E], windows merged to MOST_WINDOWS at most.
+        windows: int64 [T, X, E], MOST_WINDOWS windows at most.
         window_means: float64 [T, X], mean rank load of the whole layer in each of them.
         moments: float64 [X, E, E], C of `gram` over all windows, times G^2: rank loads in units of their mean.
     """
@@ -67,7 +73,7 @@ class Evidence:
     @classmethod
     def of(cls, counts: IntArray, ep_size: int) -> Evidence:
         """Of whole layers, from loads [W, L, E] and the ranks G they are spread over."""
-        windows = merge_windows(counts, MOST_WINDOWS)
+        windows = counts if len(counts) <= MOST_WINDOWS else counts[spread(len(counts), MOST_WINDOWS)]
         moments = gram(counts, counts.sum(2)) * float(ep_size) ** 2
         return cls(counts.sum(0), windows, windows.sum(2) / ep_size, moments)
 
