@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -110,8 +110,8 @@ def serve(
         min_gain=min_gain,
         dry_run=dry_run,
     )
-    if smoke is not None:
-        read_prompts(smoke)  # a missing or empty file stops here, before a server is started for it
+    # A missing or empty file stops here, before a server is started for it.
+    prompts = None if smoke is None else read_prompts(smoke)
     for warning in launch.warnings:
         console.warn(warning)
     for note in launch.notes:
@@ -119,20 +119,19 @@ def serve(
     if dry_run:
         console.result(launch.report(), launch.shell())
         return
-    expected = None if smoke is None else _reference_answers(console, launch, model, reference, smoke)
+    expected = None if prompts is None else _reference_answers(console, launch, model, reference, prompts)
     console.note(launch.shell())
-    raise typer.Exit(_run(console, launch, expected, smoke))
+    raise typer.Exit(_run(console, launch, smoke, prompts, expected))
 
 
 def _reference_answers(
-    console: Console, launch: Launch, model: str, reference: str | None, smoke: Path
-) -> list[Answer]:  # fmt: skip
+    console: Console, launch: Launch, model: str, reference: str | None, prompts: Sequence[dict[str, Any]]
+) -> list[Answer]:
     """What the model answers without EPLB; its server has ended when this returns."""
     from eplb_cli.errors import ServeError, UsageError
     from eplb_cli.serve import Server, without_plan
-    from eplb_cli.serve.requests import answer_all, read_prompts
+    from eplb_cli.serve.requests import answer_all
 
-    prompts = read_prompts(smoke)
     if launch.layout != "source" and reference is None:
         raise UsageError("--smoke with a converted model", rule="name the unconverted one with --reference MODEL")
     plain = without_plan(launch, reference or model)
@@ -143,11 +142,17 @@ def _reference_answers(
         return answer_all(server, prompts, max_tokens=SMOKE_TOKENS)
 
 
-def _run(console: Console, launch: Launch, expected: Sequence[Answer] | None, smoke: Path | None) -> int:
+def _run(
+    console: Console,
+    launch: Launch,
+    smoke: Path | None,
+    prompts: Sequence[dict[str, Any]] | None,
+    expected: Sequence[Answer] | None,
+) -> int:
     """Run vLLM to its end; returns its exit code."""
     from eplb_cli.errors import ServeError
     from eplb_cli.serve import Server
-    from eplb_cli.serve.requests import answer_all, compare, read_prompts
+    from eplb_cli.serve.requests import answer_all, compare
 
     with Server(launch, output="inherit" if console.is_human else "stderr") as server, server.signals_forwarded():
         proof = server.wait_for_proof() if launch.proven_by_plugin else None
@@ -157,8 +162,8 @@ def _run(console: Console, launch: Launch, expected: Sequence[Answer] | None, sm
         if not server.wait_until_healthy():
             console.warn("vLLM ended before it was ready")
             return server.wait()
-        if expected is not None and smoke is not None:
-            found = compare(expected, answer_all(server, read_prompts(smoke), max_tokens=SMOKE_TOKENS))
+        if prompts is not None and expected is not None:
+            found = compare(expected, answer_all(server, prompts, max_tokens=SMOKE_TOKENS))
             if found.differing:
                 raise ServeError(
                     f"smoke: {len(found.differing)} of {len(expected)} prompts are answered differently under EPLB",
