@@ -206,13 +206,14 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
     before, after = (rank_loads(candidate, loads.counts, topology.ep_size) for candidate in (initial, rows))
     per_layer_before, per_layer_after = balancedness_per_layer(before), balancedness_per_layer(after)
     worst = int(per_layer_after.argmin())
-    options = _node_options(loads, topology, request, rows)
+    bound, strict_bound = _bounds(loads, topology, request)
+    options = _node_options(loads, topology, request, rows, bound, strict_bound)
     warnings.extend(remarks.on_nodes(options))
     figures = Figures(
         round(balancedness(before), DIGITS),
         round(balancedness(after), DIGITS),
         None if unseen is None else round(balancedness(unseen), DIGITS),
-        _bound(loads, topology, request),
+        _bound_of(request, bound, strict_bound),
     )
     layer_ids, all_rows, named = _add_layers_without_loads(
         loads.layer_ids, rows, initial[0], request.model, request.previous
@@ -363,27 +364,29 @@ def _previous_rows(loads: ExpertLoads, topology: Topology, previous: Placement) 
     return previous.physical_to_logical[np.searchsorted(previous.layer_ids, loads.layer_ids)].astype(np.int64)
 
 
-def _bound(loads: ExpertLoads, topology: Topology, request: PlanRequest) -> float:
-    """Upper bound of the request's own kind of plan; rounded up, so that it stays one."""
+def _bounds(loads: ExpertLoads, topology: Topology, request: PlanRequest) -> tuple[float, float | None]:
+    """Upper bound of any plan of this size and strategy; and of those that keep groups on nodes, where it is asked for.
+
+    The second is None without groups on several nodes, and with too many ways to split them.
+    """
     of_kind = stock_bound if request.strategy == "stock" else balancedness_bound
     bound = of_kind(loads.counts, topology.num_slots, topology.ep_size)
-    hierarchical = request.strategy == "deepseek" and topology.groups_split_over_nodes
-    if request.node_policy == "strict" or hierarchical:
-        strict = _strict_bound(loads, topology)
-        bound = bound if strict is None else min(bound, strict)
+    if not topology.groups_split_over_nodes or topology.num_groups is None or request.strategy == "stock":
+        return bound, None
+    peak = strict_peaks(loads.counts, topology.num_slots, topology.ep_size, topology.num_groups, topology.num_nodes)
+    return bound, float(loads.counts.sum()) / topology.ep_size / peak if peak else None
+
+
+def _bound_of(request: PlanRequest, bound: float, strict: float | None) -> float:
+    """The one of the request's own kind of plan; rounded up, so that it stays one."""
+    if strict is not None and (request.node_policy == "strict" or request.strategy == "deepseek"):
+        bound = min(bound, strict)
     scale = 10.0**DIGITS
     return min(1.0, math.ceil(bound * scale - 1e-3) / scale)
 
 
-def _strict_bound(loads: ExpertLoads, topology: Topology) -> float | None:
-    peak = strict_peaks(
-        loads.counts, topology.num_slots, topology.ep_size, topology.num_groups or 1, topology.num_nodes
-    )
-    return None if peak is None or not peak else float(loads.counts.sum()) / topology.ep_size / peak
-
-
 def _node_options(
-    loads: ExpertLoads, topology: Topology, request: PlanRequest, rows: IntArray
+    loads: ExpertLoads, topology: Topology, request: PlanRequest, rows: IntArray, flat: float, strict: float | None
 ) -> tuple[NodeOption, ...]:
     """The three policies side by side: the chosen one as planned, the others by a fast search."""
     if (
@@ -392,10 +395,6 @@ def _node_options(
         or request.strategy not in ("windows", "mean")
     ):
         return ()
-    flat, strict = (
-        balancedness_bound(loads.counts, topology.num_slots, topology.ep_size),
-        _strict_bound(loads, topology),
-    )
     options = []
     for policy in NODE_POLICIES:
         placed = rows

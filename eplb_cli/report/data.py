@@ -346,14 +346,18 @@ def _layouts(
         placement = Placement.initial(loads.num_experts, redundant, ranks, loads.layer_ids)
         name = f"vLLM's initial layout, R = {redundant}" + (f", {ranks} ranks" if several_ranks else "")
         index = len(layouts)
-        layouts.append(_layout(name, "initial", placement, loads, index, None, model, tensor_parallel_size, point))
+        bound = balancedness_bound(loads.counts, placement.num_slots, ranks)
+        layouts.append(
+            _layout(name, "initial", placement, loads, index, bound, None, model, tensor_parallel_size, point)
+        )
     for plan in plans:
         placement = plan.placement
         digest = placement.provenance.profile_sha256
         in_sample = None if digest is None else digest == profile_sha256
         index = initial.index((placement.ep_size, placement.num_redundant_experts))
+        bound = layouts[index].bound  # of the same size
         layouts.append(
-            _layout(plan.name, "plan", placement, loads, index, in_sample, model, tensor_parallel_size, point)
+            _layout(plan.name, "plan", placement, loads, index, bound, in_sample, model, tensor_parallel_size, point)
         )
     return tuple(layouts)
 
@@ -364,6 +368,7 @@ def _layout(
     placement: Placement,
     loads: ExpertLoads,
     initial: int,
+    bound: float,
     in_sample: bool | None,
     model: ModelFacts | None,
     tensor_parallel_size: int,
@@ -383,7 +388,7 @@ def _layout(
         in_sample=in_sample,
         balancedness=float(_ratio(mean.sum(), peak.sum())),
         recorded_held_out=placement.provenance.balancedness.get("held_out"),
-        bound=balancedness_bound(loads.counts, placement.num_slots, placement.ep_size),
+        bound=bound,
         per_layer=_ratio(mean.sum(0), peak.sum(0)),
         per_window=_ratio_of_points(mean.sum(1), peak.sum(1), point),
         rank_loads=per_rank,
