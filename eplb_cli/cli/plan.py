@@ -182,9 +182,7 @@ def plan(
 def _ranks(ep_size: int | None, tensor: int | None, data: int | None) -> int:
     from eplb_cli.errors import UsageError
 
-    product = (
-        None if tensor is None and data is None else (1 if tensor is None else tensor) * (1 if data is None else data)
-    )
+    product = None if tensor is None and data is None else (tensor or 1) * (data or 1)
     if ep_size is None and product is None:
         raise UsageError("the number of EP ranks is not given", hint="Pass --ep-size G, or -tp and -dp.")
     if ep_size is not None and product is not None and ep_size != product:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.metrics import replica_counts
 from eplb_cli.planner.tournament import rounds
 
 __all__ = ["LEAST_GAIN", "gram_descent"]
@@ -42,8 +43,7 @@ def gram_descent(
     experts, room = moments.shape[1], slots // ep_size
     placed = placed.copy()
     layer = np.arange(layers)
-    copies = np.zeros((layers, experts))
-    np.add.at(copies, (layer[:, None], placed), 1.0)
+    copies = replica_counts(placed, experts)
     # float32 halves the traffic; every step is elementwise or a sum in fixed order, so the result is reproducible.
     shares = (moments / copies[:, :, None] / copies[:, None, :]).astype(np.float32)
     diagonal = np.ascontiguousarray(shares.diagonal(axis1=1, axis2=2)).ravel()

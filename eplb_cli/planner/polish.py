@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.metrics import replica_counts
 from eplb_cli.planner.tournament import rounds
 
 __all__ = ["Polisher"]
@@ -61,10 +62,8 @@ class Polisher:
         experts = windows.shape[2]
         self.layers, self.ranks, self.room, self.first_row = layers, ep_size, slots // ep_size, first_row
         self.held = placed.copy().reshape(layers * ep_size, self.room)
-        copies = np.zeros((layers, experts))
-        np.add.at(copies, (np.arange(layers)[:, None], placed), 1.0)
         means = np.maximum(window_means, 1e-9)
-        self.copies = copies.astype(np.float32)
+        self.copies: Float32 = replica_counts(placed, experts).astype(np.float32)
         self.whole: Float32 = np.ascontiguousarray((windows / means[:, :, None]).transpose(1, 2, 0), np.float32)
         shares = self.whole / self.copies[:, :, None]
         self.weights: Float32 = (window_means / np.maximum(window_means.sum(0), 1e-9)).T.astype(np.float32)

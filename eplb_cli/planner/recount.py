@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.metrics import replica_counts
+
 __all__ = ["MOST_SLOTS", "recount"]
 
 IntArray = npt.NDArray[np.int64]
@@ -47,8 +49,7 @@ def recount(windows: IntArray, start: IntArray, ep_size: int, budget: int, seed:
     summed = np.add.reduceat(windows, np.arange(judged) * len(windows) // judged, axis=0)
     loads = summed.transpose(1, 2, 0).astype(np.float64)
     layer, room = np.arange(layers), slots // ep_size
-    counts = np.zeros((layers, experts), np.int64)
-    np.add.at(counts, (layer[:, None], start), 1)
+    counts = replica_counts(start, experts)
     steps = min(MOST_STEPS, budget // (slots * (loads.shape[2] + SORTING) * TRIES))
     if steps < LEAST_STEPS or slots == experts or ep_size < 2:
         return start

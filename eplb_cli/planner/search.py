@@ -36,7 +36,7 @@ ANNEALING = {"normal": (256_000, 30), "thorough": (6_400_000, 600)}
 within their aims (0.5, 3 and 60 seconds of one processor) on the shapes measured in docs/planner.md."""
 
 RECOUNTED = {"fast": 150_000, "settled": 500_000, "normal": 1_200_000, "thorough": 12_000_000}
-"""Slots times windows, and as much again for sorting, that the search over a layer's copies looks at (`recount`)."""
+"""Slots times windows that the search over a layer's copies looks at, sorting included (`recount`)."""
 MOST_STOCK_WORK = 65_536
 """E^2 G up to which the best relabelling of the stock map is one more start, next to free."""
 MOST_COPY_MOVES, COPY_MOVES_READ = 32, 4_000_000

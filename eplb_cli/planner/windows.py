@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.metrics import replica_counts
+
 __all__ = ["Evidence", "gram", "peaks", "spread"]
 
 IntArray = npt.NDArray[np.int64]
@@ -99,9 +101,7 @@ def peaks(windows: IntArray, placed: IntArray, ep_size: int, nodes: int = 1) -> 
     Slots are summed one after the other, in an order that never changes.
     """
     rows, slots = placed.shape
-    copies = np.zeros((rows, windows.shape[2]))
-    np.add.at(copies, (np.arange(rows)[:, None], placed), 1.0)
-    shares = windows / copies
+    shares = windows / replica_counts(placed, windows.shape[2])
     row = np.arange(rows)[:, None]
     held = placed.reshape(rows, ep_size, slots // ep_size)
     loads = shares[:, row, held[:, :, 0]]
