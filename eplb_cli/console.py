@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress
 
-__all__ = ["Console", "OutputFormat", "print_error"]
+__all__ = ["Console", "OutputFormat", "print_error", "printable"]
+
+
+_UNPRINTABLE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+"""Unicode categories: control, format, surrogate, private use, line and paragraph separators."""
 
 
 class OutputFormat(StrEnum):
@@ -27,11 +32,25 @@ class OutputFormat(StrEnum):
     quiet = "quiet"
 
 
+def printable(text: str) -> str:
+    """`text` without what could steer a terminal or deceive a reader: control and format characters (escape sequences,
+    right-to-left overrides) and lone surrogates become backslash escapes. Newlines and tabs stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in _UNPRINTABLE else ascii(char)[1:-1] for char in text
+    )
+
+
 def print_error(error: EplbError) -> None:
     """Write an error, and its next step when there is one, to stderr as plain lines."""
-    sys.stderr.write(f"Error: {error}\n")
+    _to_stderr(f"Error: {error}")
     if error.hint:
-        sys.stderr.write(f"Hint: {error.hint}\n")
+        _to_stderr(f"Hint: {error.hint}")
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{printable(line)}\n")
 
 
 class Console:
@@ -65,11 +84,11 @@ class Console:
     def note(self, text: str) -> None:
         """A remark for people, to stderr."""
         if self.is_human:
-            sys.stderr.write(f"{text}\n")
+            _to_stderr(text)
 
     def warn(self, text: str) -> None:
         """A warning, to stderr in every mode."""
-        sys.stderr.write(f"Warning: {text}\n")
+        _to_stderr(f"Warning: {text}")
 
     @contextmanager
     def progress(self, *columns: Any) -> Iterator[Progress]:
@@ -94,5 +113,16 @@ class Console:
 
 def _rich(*, stderr: bool) -> RichConsole:
     from rich.console import Console as RichConsole
+    from rich.segment import Segment
+    from rich.text import Text
 
-    return RichConsole(stderr=stderr, highlight=False)
+    class Printable(RichConsole):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+        # Colours are added after this; here, what looks like an escape sequence came with a name.
+        def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+            for segment in super().render(*args, **options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    return Printable(stderr=stderr, highlight=False)

@@ -159,11 +159,11 @@ class ExpertLoads:
             window_phase=self.window_phase[keep],
         )
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str], *, replace: bool = True) -> None:
         """Write the profile as safetensors, whole or not at all.
 
         Raises:
-            OutputError: the file cannot be written.
+            OutputError: the file cannot be written, or it exists and `replace` is false.
         """
         header = {
             "format": FORMAT,
@@ -182,7 +182,7 @@ class ExpertLoads:
             "window_ids": self.window_ids,
             "window_phase": self.window_phase,
         }
-        with atomic_write(Path(path)) as stream:
+        with atomic_write(Path(path), replace=replace) as stream:
             _write_safetensors(stream, tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)})
 
     @classmethod

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,14 @@ import numpy.typing as npt
 from eplb_cli.errors import PlacementError
 from eplb_cli.files import atomic_write
 from eplb_cli.metrics import initial_map, replica_counts
+from eplb_cli.untrusted import parse_json, read_file
 
-__all__ = ["PLAN_FILE", "Placement", "Provenance", "unique_keys"]
+__all__ = ["MOST_PLAN_BYTES", "PLAN_FILE", "Placement", "Provenance"]
 
 FORMAT = "eplb-plan"
 VERSION = 1
+MOST_PLAN_BYTES = 256 << 20
+"""Largest plan file that is read: 1,000 layers of 10,000 slots have 60 MB."""
 PLAN_FILE = "eplb_plan.json"
 """Name of the plan inside a converted checkpoint."""
 
@@ -231,13 +234,13 @@ class Placement:
         body = ",\n".join(f' "{key}": {fields[key]}' for key in sorted(fields))
         return f"{{\n{body}\n}}\n".encode()
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str], *, replace: bool = True) -> None:
         """Write the plan file, whole or not at all.
 
         Raises:
-            OutputError: the file cannot be written.
+            OutputError: the file cannot be written, or it exists and `replace` is false.
         """
-        with atomic_write(Path(path)) as stream:
+        with atomic_write(Path(path), replace=replace) as stream:
             stream.write(self.to_json())
 
     @classmethod
@@ -250,13 +253,9 @@ class Placement:
         """
         path = Path(path)
         file = path / PLAN_FILE if path.is_dir() else path
-        try:
-            content = file.read_bytes()
-        except FileNotFoundError:
-            problem = f"the folder holds no {PLAN_FILE}" if file != path else "no such file"
-            raise PlacementError(problem, file=path) from None
-        except OSError as error:
-            raise PlacementError(f"cannot be read: {error.strerror}", file=file) from error
+        if file != path and not file.exists():
+            raise PlacementError(f"the folder holds no {PLAN_FILE}", file=path)
+        content = read_file(file, PlacementError, most_bytes=MOST_PLAN_BYTES)
         try:
             return cls.from_json(content)
         except PlacementError as error:
@@ -270,12 +269,7 @@ class Placement:
         Raises:
             PlacementError: as `load`, without a file name.
         """
-        try:
-            document = json.loads(content, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlacementError(
-                f"is not a plan: {error}", hint="A plan is the JSON file that `eplb plan` writes."
-            ) from None
+        document = parse_json(content, PlacementError)
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise PlacementError(
                 f'is not a plan: it does not say "format": "{FORMAT}"',
@@ -352,19 +346,6 @@ _MODEL_KEYS = {"architecture", "experts", "top_k"}
 _TOPOLOGY_KEYS = {"ep_size", "nodes"}
 _LAYER_KEYS = {"layer_id", "moe_index", "physical_to_logical"}
 _FIGURE_KEYS = {"after", "before", "bound", "held_out"}
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads(object_pairs_hook=...)`: an object, refused with a PlacementError when a key is there twice."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise PlacementError(f"has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return result
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise PlacementError(f"holds {name}", rule="a plan holds finite numbers only")
 
 
 def _check_keys(mapping: Mapping[str, Any], known: set[str], what: str) -> None:

@@ -11,15 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "eplb_cli"
 
-BASE = {"errors", "files", "metrics", "loads", "placement"}
+BASE = {"errors", "files", "untrusted", "metrics", "loads", "placement"}
 ALLOWED = {
     "errors": set(),
     "console": {"errors"},
     "files": {"errors"},
+    "untrusted": {"errors"},
     "metrics": {"errors"},
     "bounds": {"metrics"},
-    "loads": {"errors", "files", "metrics"},
-    "placement": {"errors", "files", "metrics"},
+    "loads": {"errors", "files", "metrics", "untrusted"},
+    "placement": {"errors", "files", "metrics", "untrusted"},
     "traces": BASE,
     "planner": BASE | {"bounds"},
     "exports": BASE,

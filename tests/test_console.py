@@ -9,7 +9,7 @@ import pytest
 from eplb_cli.cli import COMMANDS, main
 from eplb_cli.console import Console, OutputFormat, print_error
 from eplb_cli.errors import OutputError, PlacementError
-from eplb_cli.files import atomic_write, refuse_existing, sha256_of_file
+from eplb_cli.files import atomic_write, refuse_existing, rename_exclusive, sha256_of_file
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_an_error_names_place_value_rule_and_next_step(capsys: pytest.CaptureFix
 
 def test_a_failed_write_leaves_neither_the_file_nor_its_part(tmp_path: Path) -> None:
     def fail() -> None:
-        with atomic_write(tmp_path / "x") as stream:
+        with atomic_write(tmp_path / "x", replace=True) as stream:
             stream.write(b"half")
             raise RuntimeError
 
@@ -69,14 +69,76 @@ def test_a_failed_write_leaves_neither_the_file_nor_its_part(tmp_path: Path) -> 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"old")
-    with pytest.raises(RuntimeError), atomic_write(tmp_path / "x") as stream:
+    with pytest.raises(RuntimeError), atomic_write(tmp_path / "x", replace=True) as stream:
         stream.write(b"new")
         raise RuntimeError
     assert (tmp_path / "x").read_bytes() == b"old"
 
 
+def test_an_output_that_appeared_meanwhile_stays_and_so_does_the_new_content(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="appeared while eplb was running") as caught:  # noqa: SIM117
+        with atomic_write(tmp_path / "x", replace=False) as stream:
+            stream.write(b"mine")
+            (tmp_path / "x").write_bytes(b"theirs")
+    assert (tmp_path / "x").read_bytes() == b"theirs"
+    (kept,) = tmp_path.glob(".eplb-*.partial")
+    assert kept.read_bytes() == b"mine"
+    assert str(kept) in str(caught.value.hint)
+
+
+def test_links_in_the_way_are_never_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    for name in ("x", "x.partial"):
+        (tmp_path / name).symlink_to(victim)
+    with atomic_write(tmp_path / "x", replace=True) as stream:
+        stream.write(b"new")
+    assert victim.read_bytes() == b"precious"
+    assert not (tmp_path / "x").is_symlink()
+    with pytest.raises(OutputError, match="exists already"):
+        refuse_existing(tmp_path / "x.partial", force=False)
+
+
+def test_an_output_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    with atomic_write(tmp_path / "x", replace=False) as stream:
+        stream.write(b"")
+    (tmp_path / "y").touch()
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "y").stat().st_mode
+
+
+def test_a_device_is_never_replaced() -> None:
+    with pytest.raises(OutputError, match="is a device or a pipe"):
+        refuse_existing(Path("/dev/null"), force=True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_an_exclusive_rename_replaces_nothing(
+    tmp_path: Path, kind: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:  # a file system or C library without the flag
+
+        class Library:
+            def __init__(self, *_: object, **__: object) -> None:
+                pass
+
+        monkeypatch.setattr("ctypes.CDLL", Library)
+    for name in ("a", "b"):
+        if kind == "file":
+            (tmp_path / name).write_text(name)
+        else:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / name).touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for taken in ("b", "link"):
+        with pytest.raises(FileExistsError):
+            rename_exclusive(tmp_path / "a", tmp_path / taken)
+    rename_exclusive(tmp_path / "a", tmp_path / "c")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c", "link"]
+
+
 def test_a_full_device_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="No space left on device"), atomic_write(tmp_path / "x") as _:
+    with pytest.raises(OutputError, match="No space left on device"), atomic_write(tmp_path / "x", replace=True) as _:
         Path("/dev/full").write_bytes(b"x" * 10_000)
 
 
@@ -102,3 +164,26 @@ def test_a_command_to_paste_is_printed_on_one_line_as_it_is(capsys: pytest.Captu
     text = "run [bold] " + "x" * 300
     Console(OutputFormat.human).result({}, text)
     assert capsys.readouterr().out == text + "\n"
+
+
+HOSTILE = "model\x1b]0;title\u202e\udcff"
+
+
+@pytest.mark.parametrize("say", ["note", "warn", "result", "table", "error"])
+def test_control_characters_never_reach_the_terminal(capsys: pytest.CaptureFixture[str], say: str) -> None:
+    from rich.table import Table
+
+    console = Console(OutputFormat.human)
+    if say == "error":
+        print_error(PlacementError("is bad", file=HOSTILE, hint=HOSTILE))
+    elif say == "table":
+        table = Table("name")
+        table.add_row(HOSTILE)
+        console.result({}, table)
+    elif say == "result":
+        console.result({}, HOSTILE)
+    else:
+        getattr(console, say)(HOSTILE)
+    shown = "".join(capsys.readouterr())
+    assert not set(shown) & {"\x1b", "\u202e", "\udcff"}
+    assert "\\x1b]0;title\\u202e\\udcff" in shown.replace("\n", "")

@@ -131,9 +131,9 @@ def edited(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is not a plan"),
+        (b"", "is not JSON"),
         (b"[]", "is not a plan"),
-        (b"\xff\xfe", "is not a plan"),
+        (b"\xff\xfe", "is not JSON"),
         (b'{"format": "eplb-plan", "format": "eplb-plan"}', "has the key 'format' twice"),
         (edited(version=2), "has plan version 2; this eplb reads version 1"),
         (edited(stratgy="x"), "unknown key 'stratgy'; did you mean 'strategy'?"),

@@ -22,8 +22,9 @@ from typing import Any
 from eplb_cli.checkpoint.copier import output_error
 from eplb_cli.checkpoint.source import PROVENANCE_FILE
 from eplb_cli.errors import CheckpointError, OutputError
+from eplb_cli.files import fsync_folder
 
-__all__ = ["Transaction", "fsync_folder"]
+__all__ = ["Transaction"]
 
 JOURNAL = "eplb_journal.jsonl"
 LOCK = "eplb_lock"
@@ -258,15 +259,6 @@ class Transaction:
             if descriptor >= 0:
                 os.close(descriptor)
         self._journal = self._lock = -1
-
-
-def fsync_folder(folder: Path) -> None:
-    """Put a folder's names on the device."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _encoded(pieces: Iterable[str]) -> Iterator[bytes]:

@@ -69,7 +69,7 @@ def export(
     exported = export_placement(placement, engine, read_shape(model))
     beside = sidecar_of(exported.content, engine.name, placement, exported.layer_ids)
     for path, content in ((sidecar, beside), (output, exported.content)):
-        with atomic_write(path) as stream:
+        with atomic_write(path, replace=force) as stream:
             stream.write(content)
     launch = engine.launch(placement, str(output))
     for warning in exported.warnings:

@@ -54,7 +54,7 @@ def import_(
         error.file = error.file or str(file)
         raise
     placement = imported.placement
-    placement.save(output)
+    placement.save(output, replace=force)
     for warning in imported.warnings:
         console.warn(warning)
     data = {

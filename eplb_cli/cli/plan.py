@@ -164,7 +164,7 @@ def plan(
     advice = _advise(joined, result, request, model, tensor_parallel_size or 1, loads)
     explained = [] if explain is None else explain_layer(joined, result.placement, explain)
     if output is not None and not dry_run:
-        result.placement.save(output)
+        result.placement.save(output, replace=force)
     for warning in result.warnings:
         console.warn(warning)
     for note in result.notes:

@@ -131,7 +131,7 @@ def profile(
     loads = result.loads
     for warning in (*loads.warnings, *result.notes):
         console.warn(warning)
-    loads.save(output)
+    loads.save(output, replace=force)
     summary = _summary(loads, result.notes)
     console.result(summary, *(_tables(loads, summary, output) if console.is_human else ()))
 

@@ -74,7 +74,7 @@ def report(
             on_step=lambda what, done, of: progress.update(task, description=what, completed=done, total=of),
         )
     content = render(made).encode()
-    with atomic_write(output) as stream:
+    with atomic_write(output, replace=force) as stream:
         stream.write(content)
     for warning in made.warnings:
         console.warn(warning)

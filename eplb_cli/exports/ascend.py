@@ -14,8 +14,9 @@ import numpy as np
 
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
-from eplb_cli.exports.text import integer, parse, rows_of, section
+from eplb_cli.exports.text import integer, rows_of, section
 from eplb_cli.placement import Placement
+from eplb_cli.untrusted import parse_json
 
 __all__ = ["Mindie", "VllmAscend"]
 
@@ -40,7 +41,7 @@ class _ExpertMap:
 
     def decode(self, content: bytes) -> Decoded:
         """Rows of equal devices, in the order of the file."""
-        document = section(parse(content), {"moe_layer_count", "layer_list"}, "the file")
+        document = section(parse_json(content, PlacementError), {"moe_layer_count", "layer_list"}, "the file")
         layers = document["layer_list"]
         count = integer(document["moe_layer_count"], "moe_layer_count")
         if not isinstance(layers, list) or not layers or count != len(layers):

@@ -13,7 +13,8 @@ from eplb_cli.exports.protocol import Decoded, Engine, Numbering, Table
 from eplb_cli.exports.sidecar import read_sidecar, sidecar_path
 from eplb_cli.loads import ModelShape
 from eplb_cli.metrics import initial_map
-from eplb_cli.placement import Placement, Provenance
+from eplb_cli.placement import MOST_PLAN_BYTES, Placement, Provenance
+from eplb_cli.untrusted import read_file
 
 __all__ = [
     "Exported",
@@ -199,12 +200,7 @@ def import_file(path: Path, engine: Engine, facts: Facts) -> Imported:
         PlacementError: there is no such file, the sidecar says something else, or as `import_placement`.
         UsageError: as `import_placement`.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise PlacementError("no such file", file=path) from None
-    except OSError as error:
-        raise PlacementError(f"cannot be read: {error.strerror}", file=path) from error
+    content = read_file(path, PlacementError, most_bytes=MOST_PLAN_BYTES)
     told = read_sidecar(path, content, engine.name)
     if told is None:
         imported = import_placement(content, engine, facts)

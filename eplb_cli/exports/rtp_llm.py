@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
-from eplb_cli.exports.text import parse, row_lines, rows_of
+from eplb_cli.exports.text import row_lines, rows_of
 from eplb_cli.placement import Placement
+from eplb_cli.untrusted import parse_json
 
 __all__ = ["RtpLlm"]
 
@@ -30,7 +31,7 @@ class RtpLlm:
 
     def decode(self, content: bytes) -> Decoded:
         """The rows."""
-        return Decoded(rows_of(parse(content), "the file"))
+        return Decoded(rows_of(parse_json(content, PlacementError), "the file"))
 
     def launch(self, placement: Placement, file: str) -> str:
         """The setting."""

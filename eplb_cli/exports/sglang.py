@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
-from eplb_cli.exports.text import parse, row_lines, rows_of, section
+from eplb_cli.exports.text import row_lines, rows_of, section
 from eplb_cli.placement import Placement
+from eplb_cli.untrusted import parse_json
 
 __all__ = ["Sglang"]
 
@@ -31,7 +32,7 @@ class Sglang:
 
     def decode(self, content: bytes) -> Decoded:
         """The map; a file of `logical_count` holds loads, not a placement."""
-        document = parse(content)
+        document = parse_json(content, PlacementError)
         if isinstance(document, dict) and "logical_count" in document:
             raise PlacementError(
                 "holds loads (logical_count), from which SGLang plans itself",

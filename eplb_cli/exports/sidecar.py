@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 
 from eplb_cli.errors import PlacementError
-from eplb_cli.exports.text import integer, parse, section
-from eplb_cli.placement import Placement
+from eplb_cli.exports.text import integer, section
+from eplb_cli.placement import MOST_PLAN_BYTES, Placement
+from eplb_cli.untrusted import read_json
 
 __all__ = ["read_sidecar", "sidecar_of", "sidecar_path"]
 
@@ -49,7 +50,7 @@ def read_sidecar(file: Path, content: bytes, engine: str) -> tuple[Placement, tu
     if not path.is_file():
         return None
     try:
-        document = section(parse(path.read_bytes()), KEYS, "the sidecar")
+        document = section(read_json(path, PlacementError, most_bytes=MOST_PLAN_BYTES), KEYS, "the sidecar")
         if document["format"] != FORMAT or document["version"] != VERSION:
             raise PlacementError(
                 f"is {document['format']!r} version {document['version']!r}", rule=f"{FORMAT} {VERSION} is known"

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import PlacementError
-from eplb_cli.placement import unique_keys
 
-__all__ = ["integer", "parse", "row_lines", "rows_of", "section"]
-
-
-def parse(content: bytes) -> Any:
-    """A JSON document without NaN, Infinity or repeated keys.
-
-    Raises:
-        PlacementError: it is none.
-    """
-    try:
-        return json.loads(content, object_pairs_hook=unique_keys, parse_constant=_refuse)
-    except (ValueError, UnicodeDecodeError, RecursionError) as error:
-        raise PlacementError(f"is not JSON: {error}") from None
-
-
-def _refuse(name: str) -> NoReturn:
-    raise PlacementError(f"holds {name}", rule="expert ids are whole numbers")
+__all__ = ["integer", "row_lines", "rows_of", "section"]
 
 
 def section(document: Any, keys: set[str], what: str, *, optional: frozenset[str] = frozenset()) -> Mapping[str, Any]:

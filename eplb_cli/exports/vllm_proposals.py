@@ -10,8 +10,9 @@ import json
 
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
-from eplb_cli.exports.text import integer, parse, row_lines, rows_of, section
+from eplb_cli.exports.text import integer, row_lines, rows_of, section
 from eplb_cli.placement import Placement
+from eplb_cli.untrusted import parse_json
 
 __all__ = ["VllmJsonl", "VllmList"]
 
@@ -45,7 +46,7 @@ class VllmJsonl:
         lines = [line for line in content.splitlines() if line.strip()]
         if len(lines) != 1:
             raise PlacementError(f"holds {len(lines)} records", rule=f"one {RECORD} is expected")
-        record = section(parse(lines[0]), KEYS, "the record")
+        record = section(parse_json(lines[0], PlacementError), KEYS, "the record")
         if record["record_type"] != RECORD or record["version"] != VERSION:
             raise PlacementError(
                 f"is {record['record_type']!r} version {record['version']!r}", rule=f"{RECORD} {VERSION} is known"
@@ -82,7 +83,7 @@ class VllmList:
 
     def decode(self, content: bytes) -> Decoded:
         """The rows, or the one row that stands for all layers."""
-        document = parse(content)
+        document = parse_json(content, PlacementError)
         flat = isinstance(document, list) and bool(document) and not isinstance(document[0], list)
         return Decoded(rows_of([document] if flat else document, "the file"), repeats=flat)
 
