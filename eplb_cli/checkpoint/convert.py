@@ -39,8 +39,6 @@ _MARGIN_BYTES = 16 << 20
 """Room for directories, journals and the file system's own records."""
 _MOST_WAITING = 2
 """Syncs that may lag behind the copying, each of 256 MiB or the rest of a shard."""
-_SEARCHED_BYTES = 64 << 20
-"""Side files above this are not searched for names of experts; configs are far smaller."""
 
 
 @dataclass(frozen=True)
@@ -497,7 +495,7 @@ def _small_files(
         PLAN_FILE: placement.to_json(),
     }
     for name in source.side_files:
-        if may_name_experts(name) and source.fingerprints[name].size <= _SEARCHED_BYTES:
+        if may_name_experts(name, source.fingerprints[name].size):
             try:
                 before = (source.folder / name).read_bytes()
             except OSError as error:

@@ -9,17 +9,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from eplb_cli.checkpoint.config import PLACEMENT_KEY, ModelConfig
+from eplb_cli.checkpoint.family import Family
 from eplb_cli.checkpoint.rewrite import Layout
 from eplb_cli.errors import CheckpointError
 from eplb_cli.placement import PLAN_FILE, Placement
+from eplb_cli.untrusted import parse_json, shown
 
-__all__ = ["config_json", "may_name_experts", "placement_record", "renamed_side_file"]
+__all__ = ["MOST_SEARCHED_BYTES", "config_json", "may_name_experts", "placement_record", "renamed_side_file"]
+
+MOST_SEARCHED_BYTES = 64 << 20
+"""Side files above this are not searched for names of experts; configs are far smaller."""
 
 _MENTION = re.compile(r"(?<![A-Za-z0-9_])experts(?:\\?\.[a-z_0-9]+)?\\?\.[0-9]")
 """A single expert of any layer, also inside a regular expression where the dots are escaped."""
+
+_PATTERN = re.compile(r"(?<![A-Za-z0-9_])experts(?=[\\.*\[])(?P<tail>[^|(\s]*(?:\(\S*)?)")
+_EVERY_ID = re.compile(r"(?:\\d|\[0-9\])[+*]")
+_CHOICE = re.compile(r"(?<![A-Za-z0-9_])[0-9]|\\d")
+"""A number that is no part of a word, or a single digit of a regular expression."""
 
 Slots = Mapping[int, Mapping[int, list[int]]]
 """Layer -> source expert -> its new ids."""
@@ -63,31 +74,50 @@ def config_json(
     return _dump(document)
 
 
-def may_name_experts(name: str) -> bool:
-    """True for files that are searched for names of experts: JSON and YAML beside the weights, but no vocabularies."""
-    return "/" not in name and name.endswith((".json", ".yaml", ".yml")) and not name.startswith(("tokenizer", "vocab"))
+def may_name_experts(name: str, size: int) -> bool:
+    """True for the side files that are searched for names of experts, and rewritten where they hold some.
+
+    They are the JSON and YAML files beside the weights, up to MOST_SEARCHED_BYTES, but no tokenizers and vocabularies,
+    whose entries are text. All other side files are copied byte for byte.
+
+    Args:
+        name: path below the checkpoint's folder.
+        size: bytes of the file.
+    """
+    return (
+        "/" not in name
+        and name.endswith((".json", ".yaml", ".yml"))
+        and not name.startswith(("tokenizer", "vocab"))
+        and size <= MOST_SEARCHED_BYTES
+    )
 
 
 def renamed_side_file(config: ModelConfig, name: str, content: bytes, slots: Slots) -> bytes | None:
-    """New content of a side file that names experts; None when it names none.
+    """New content of a side file that names experts; None when it names none, and is copied as it is.
 
     Raises:
         CheckpointError: it names an expert in a way that cannot be mapped.
     """
+    is_json = name.endswith(".json")
+    if b"experts" not in content and not (is_json and b"\\u" in content):
+        return None
     try:
         text = content.decode()
     except UnicodeDecodeError:
         return None
-    if not _MENTION.search(text):
-        return None
-    if not name.endswith(".json"):
-        return _renamed_text(config, name, text, slots).encode()
+    if not is_json:
+        renamed_text = _renamed_text(config, name, text, slots)
+        return None if renamed_text == text else renamed_text.encode()
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"names experts but is not JSON: {error}", file=config.file.parent / name) from None
+        document = parse_json(text, CheckpointError, file=config.file.parent / name, finite=False)
+    except CheckpointError as error:
+        if _MENTION.search(text):
+            error.rule = "it names experts, which must follow the plan"
+            raise
+        # No reader takes it for JSON, and nothing in it has to follow the experts.
+        return None
     renamed = _renamed(config, name, document, slots)
-    return None if renamed == document and list(_strings(renamed)) == list(_strings(document)) else _dump(renamed)
+    return None if renamed == document else _dump(renamed)
 
 
 def _renamed(config: ModelConfig, name: str, value: Any, slots: Slots) -> Any:
@@ -97,91 +127,88 @@ def _renamed(config: ModelConfig, name: str, value: Any, slots: Slots) -> Any:
         return _new_names(config, name, text, slots)
 
     if isinstance(value, dict):
-        renamed = {
+        return {
             new_key: _renamed(config, name, item, slots) for key, item in value.items() for new_key in new_names(key)
         }
-        if any(_MENTION.search(key) for key in value):
-            return dict(sorted(renamed.items(), key=lambda pair: _order(pair[0])))
-        return renamed
     if isinstance(value, list):
         items: list[Any] = []
         for item in value:
             items += new_names(item) if isinstance(item, str) else [_renamed(config, name, item, slots)]
         return items
-    if isinstance(value, str):
-        names = new_names(value)
-        if len(names) == 1:
-            return names[0]
-        raise CheckpointError(
-            f"holds the single value {value!r}, whose expert has {len(names)} slots",
-            file=config.file.parent / name,
-            rule="such a value cannot be expanded",
-            hint="Use --layout stock.",
-        )
-    return value
+    return _one_name(config, name, value, slots) if isinstance(value, str) else value
 
 
 def _new_names(config: ModelConfig, file: str, text: str, slots: Slots) -> list[str]:
-    if not _MENTION.search(text):
+    mentions = len(_MENTION.findall(text))
+    if not mentions and not _is_choice(text):
         return [text]
-    family = config.family
-    modules = "|".join(re.escape(module) for module in family.experts)
-    projections = "|".join(re.escape(projection) for projection in family.projections) or "(?!)"
-    match = re.fullmatch(
-        rf"(?P<before>(?P<layers>.*\.layers|layers)\.(?P<layer>\d+)\.(?:{modules})\.(?:(?:{projections})\.)?)"
-        r"(?P<expert>\d+)(?P<after>(?:\..*)?)",
-        text,
-    )
+    if _is_draft(config.family, text):
+        return [text]
+    match = _name_of(config.family).fullmatch(text) if mentions == 1 else None
     if match is None:
         raise CheckpointError(
-            f"names single experts as {text!r}",
+            f"names single experts as {shown(text)}",
             file=config.file.parent / file,
             rule="only full module names can follow the experts",
             hint="Edit the entry to cover all experts alike, or to full names, then convert again.",
         )
     layer, expert = int(match["layer"]), int(match["expert"])
-    draft = any(match["layers"] == d or match["layers"].startswith(f"{d}.") for d in family.drafts)
-    if draft or layer not in slots:
+    if layer not in slots:
         return [text]
     if expert not in slots[layer]:
-        raise CheckpointError(f"names {text!r}", file=config.file.parent / file, layer=layer, expert=expert)
+        raise CheckpointError(f"names {shown(text)}", file=config.file.parent / file, layer=layer, expert=expert)
     return [f"{match['before']}{new}{match['after']}" for new in slots[layer][expert]]
+
+
+@cache
+def _name_of(family: Family) -> re.Pattern[str]:
+    """Full names of an expert's modules or tensors."""
+    modules = "|".join(re.escape(module) for module in family.experts)
+    projections = "|".join(re.escape(projection) for projection in family.projections) or "(?!)"
+    number = "(?:0|[1-9][0-9]{0,8})"
+    return re.compile(
+        rf"(?P<before>(?:[A-Za-z0-9_]+\.)*layers\.(?P<layer>{number})\.(?:{modules})\.(?:(?:{projections})\.)?)"
+        rf"(?P<expert>{number})(?P<after>(?:\.[A-Za-z0-9_.*]*)?)"
+    )
+
+
+def _is_draft(family: Family, text: str) -> bool:
+    """Whether a name lies in a draft head, whose experts stay."""
+    return re.fullmatch(r"[A-Za-z0-9_.*]+", text) is not None and any(
+        text.startswith(f"{draft}.") for draft in family.drafts
+    )
+
+
+def _is_choice(text: str) -> bool:
+    """Whether a pattern may pick out some of a layer's experts: what follows the module holds numbers, other than as
+    parts of words or of a construct that takes every id."""
+    return any(_CHOICE.search(_EVERY_ID.sub("", match["tail"])) for match in _PATTERN.finditer(text))
 
 
 def _renamed_text(config: ModelConfig, name: str, text: str, slots: Slots) -> str:
     """Map names in a text that is not parsed (YAML); each must stay one name."""
 
     def mapped(match: re.Match[str]) -> str:
-        if not _MENTION.search(match[0]):
-            return match[0]
-        names = _new_names(config, name, match[0], slots)
-        if len(names) != 1:
-            raise CheckpointError(
-                f"names {match[0]!r}, whose expert has {len(names)} slots",
-                file=config.file.parent / name,
-                rule="this file cannot be expanded",
-                hint="Use --layout stock, or remove the file.",
-            )
-        return names[0]
+        token = match[0]
+        if "experts" not in token:
+            return token
+        # A key's colon is no part of its name; one inside is, as in "re:...".
+        stem = token.rstrip(":")
+        return _one_name(config, name, stem, slots) + token[len(stem) :]
 
-    return re.sub(r"[^\s'\",\[\]{}:]+", mapped, text)
+    return re.sub(r"[^\s'\"\[\]{},]+", mapped, text)
 
 
-def _strings(value: Any) -> Any:
-    """All strings of a JSON value in order; dictionaries compare equal in any order, files do not."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-    elif isinstance(value, str):
-        yield value
-
-
-def _order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+def _one_name(config: ModelConfig, name: str, text: str, slots: Slots) -> str:
+    names = _new_names(config, name, text, slots)
+    if len(names) != 1:
+        raise CheckpointError(
+            f"holds the single value {shown(text)}, whose expert has {len(names)} slots",
+            file=config.file.parent / name,
+            rule="such a value cannot be expanded",
+            hint="Use --layout stock.",
+        )
+    return names[0]
 
 
 def _dump(document: Any) -> bytes:
