@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-serve test check docs format clean
+.PHONY: demo demo-serve test mutants check docs format clean
 
 demo: $(VENV)/.demo  ## profile, plan, convert and verify a model that the demo builds
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/run.sh
@@ -17,6 +17,9 @@ demo-serve: $(VENV)/.dev demo  ## serve the demo's result with a real vLLM on th
 
 test: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest $(ARGS)
+
+mutants: $(VENV)/.dev  ## one-line mistakes: does a test notice?  FILES=eplb_cli/traces SAMPLE=60 SEED=0
+	$(BIN)/python -m tests.mutants $(FILES) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format and types
 	$(BIN)/ruff check .
