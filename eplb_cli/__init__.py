@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eplb_cli.advice import Advice, Situation, advise
-    from eplb_cli.checkpoint import read_expert_bytes, read_model_shape
+    from eplb_cli.checkpoint import Model
     from eplb_cli.checkpoint.convert import Conversion
     from eplb_cli.checkpoint.convert import prepare as prepare_conversion
     from eplb_cli.errors import EplbError
@@ -39,6 +39,7 @@ __all__ = [
     "Conversion",
     "EplbError",
     "ExpertLoads",
+    "Model",
     "ModelShape",
     "Placement",
     "PlanRequest",
@@ -55,16 +56,14 @@ __all__ = [
     "plan",
     "prepare_conversion",
     "rank_loads",
-    "read_expert_bytes",
-    "read_model_shape",
     "read_traces",
     "score",
 ]
 
 _HOMES = {
     "advice": ("Advice", "Situation", "advise"),
-    "checkpoint": ("read_expert_bytes", "read_model_shape"),
     "checkpoint.convert": ("Conversion", "prepare_conversion"),
+    "checkpoint.model": ("Model",),
     "errors": ("EplbError",),
     "exports": ("ENGINES", "export_placement", "import_placement"),
     "loads": ("ExpertLoads", "ModelShape", "concatenate"),

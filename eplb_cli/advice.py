@@ -6,13 +6,13 @@ ends, so balancing can take away at most the time in which the others wait. Ever
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from eplb_cli.checkpoint import KvCache
 from eplb_cli.loads import PHASES, ExpertLoads
 from eplb_cli.metrics import balancedness, initial_map, rank_loads
 from eplb_cli.placement import Placement
@@ -22,14 +22,12 @@ from eplb_cli.planner.redundancy import CROSSOVER_TOKENS
 
 __all__ = [
     "Advice",
-    "KvCache",
     "PhaseGap",
     "Point",
     "Situation",
     "advise",
     "compare_phases",
     "describe_situation",
-    "kv_cache_per_token",
 ]
 
 GIB = 2**30
@@ -43,27 +41,6 @@ OLD_DAYS = 30
 """Age of a profile, in days, from which it is worth scoring the plan on a new recording."""
 PHASES_DIFFER = 0.02
 """Balancedness that a plan of both phases may lose against a phase's own plan before two plans are advised."""
-
-
-@dataclass(frozen=True)
-class KvCache:
-    """What one token of context costs a rank.
-
-    Args:
-        bytes_per_token: bytes in all layers whose cache grows with every token.
-        layers: how many layers those are.
-        tensor_parallel_size: ranks that share a token's attention heads.
-        left_out: what is not counted, as a clause, or None.
-    """
-
-    bytes_per_token: int
-    layers: int
-    tensor_parallel_size: int = 1
-    left_out: str | None = None
-
-    def tokens(self, nbytes: float) -> int:
-        """Whole tokens of context that fit into `nbytes`."""
-        return int(nbytes // self.bytes_per_token)
 
 
 @dataclass(frozen=True)
@@ -147,15 +124,13 @@ def describe_situation(
     held_out: float | None,
     bound: float,
     expert_bytes: Mapping[int, int] | None = None,
-    config: Mapping[str, Any] | None = None,
-    tensor_parallel_size: int = 1,
+    kv_cache: KvCache | None = None,
 ) -> Situation:
     """Gather what `advise` needs from loads, a placement, its figures and, when known, the model.
 
     Args:
         expert_bytes: bytes of one expert by layer id.
-        config: the content of config.json.
-        tensor_parallel_size: ranks that share one token's attention, for the KV cache.
+        kv_cache: what a token of context costs a rank.
     """
     ranks, experts = placement.ep_size, placement.num_experts
     stock = initial_map(experts, -experts % ranks)
@@ -176,7 +151,7 @@ def describe_situation(
         tokens=int(loads.tokens.sum()),
         top_k=loads.top_k,
         extra_bytes_per_rank=extra,
-        kv_cache=None if config is None else kv_cache_per_token(config, tensor_parallel_size),
+        kv_cache=kv_cache,
         phases=compare_phases(loads, placement),
     )
 
@@ -310,54 +285,6 @@ def _small_steps(at: Situation, top_k: int, step_tokens: int) -> list[str]:
             f"{ceiling:.2f} in each of them on {at.ep_size} ranks."
         )
     return texts
-
-
-def kv_cache_per_token(config: Mapping[str, Any], tensor_parallel_size: int = 1) -> KvCache | None:
-    """KV-cache bytes that one token takes on one rank, from the content of config.json.
-
-    Attention with grouped heads: layers x (key + value size) x ceil(kv_heads / tensor_parallel_size) x dtype.
-    Multi-head latent attention: layers x (kv_lora_rank + qk_rope_head_dim) x dtype, the same on every rank.
-    The cache has the model's dtype, as vLLM's default `--kv-cache-dtype auto`.
-
-    Returns:
-        None when a size is missing, or when the cache is compressed along the sequence.
-    """
-    nested = config.get("text_config")
-    values = nested if isinstance(nested, dict) and "num_hidden_layers" in nested else config
-    layers = values.get("num_hidden_layers")
-    dtype = values.get("dtype") or values.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    width = {"float32": 4, "float16": 2, "bfloat16": 2, None: 2}.get(dtype)
-    if not isinstance(layers, int) or width is None or "compress_ratios" in values:
-        return None
-    rank, rope = values.get("kv_lora_rank"), values.get("qk_rope_head_dim")
-    if isinstance(rank, int) and isinstance(rope, int):
-        left_out = "the sparse attention's index is not counted" if "index_head_dim" in values else None
-        return KvCache(layers * (rank + rope) * width, layers, tensor_parallel_size, left_out)
-    grows = _layers_with_full_attention(values, layers)
-    heads = values.get("num_global_key_value_heads") or values.get("num_key_value_heads")
-    size = values.get("global_head_dim") or values.get("head_dim")
-    if (
-        size is None
-        and isinstance(values.get("hidden_size"), int)
-        and isinstance(values.get("num_attention_heads"), int)
-    ):
-        size = values["hidden_size"] // values["num_attention_heads"]
-    if not isinstance(heads, int) or not isinstance(size, int) or not grows:
-        return None
-    value_size = values.get("v_head_dim") or size
-    left_out = f"{layers - grows} layers of bounded cache are not counted" if grows < layers else None
-    nbytes = grows * (size + value_size) * math.ceil(heads / tensor_parallel_size) * width
-    return KvCache(nbytes, grows, tensor_parallel_size, left_out)
-
-
-def _layers_with_full_attention(values: Mapping[str, Any], layers: int) -> int:
-    """Layers whose cache grows with every token; sliding, chunked and linear attention keep a bounded one."""
-    kinds, pattern = values.get("layer_types"), values.get("hybrid_layer_pattern")
-    if isinstance(kinds, list):
-        return sum(kind == "full_attention" for kind in kinds[:layers])
-    if isinstance(pattern, list):
-        return sum(flag == 0 for flag in pattern[:layers])
-    return layers
 
 
 def compare_phases(loads: ExpertLoads, placement: Placement) -> tuple[PhaseGap, ...]:

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from eplb_cli.advice import (
-    KvCache,
     PhaseGap,
     Situation,
     advise,
     compare_phases,
     describe_situation,
-    kv_cache_per_token,
 )
+from eplb_cli.checkpoint.kv_cache import KvCache, kv_cache_per_token
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.placement import Placement
 from eplb_cli.planner.confidence import bootstrap_interval, step_noise_ceiling, tokens_needed
@@ -260,9 +259,9 @@ def test_a_situation_is_gathered_from_loads_and_model() -> None:
         held_out=0.6,
         bound=1.0,
         expert_bytes={0: 1000},
-        config=GROUPED,
+        kv_cache=KvCache(1024, 10),
     )
     assert gathered.extra_bytes_per_rank == 2 * 1000 / 2
-    assert gathered.kv_cache == kv_cache_per_token(GROUPED)
+    assert gathered.kv_cache == KvCache(1024, 10)
     # R = 0: experts 0..3 on rank 0, so 202 of 206 tokens; the mean is 103.
     assert gathered.before_without_copies == pytest.approx(103 / 202)

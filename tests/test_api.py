@@ -18,6 +18,7 @@ NAMES = [
     "Conversion",
     "EplbError",
     "ExpertLoads",
+    "Model",
     "ModelShape",
     "Placement",
     "PlanRequest",
@@ -34,8 +35,6 @@ NAMES = [
     "plan",
     "prepare_conversion",
     "rank_loads",
-    "read_expert_bytes",
-    "read_model_shape",
     "read_traces",
     "score",
 ]

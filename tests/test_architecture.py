@@ -29,7 +29,7 @@ ALLOWED = {
     "serve": BASE | {"checkpoint", "vllm_plugin"},
     "versions": set(),
     "doctor": BASE | {"serve", "vllm_plugin", "versions"},
-    "advice": BASE | {"planner"},
+    "advice": BASE | {"planner", "checkpoint"},
     "report": BASE | {"bounds", "planner", "checkpoint", "advice"},
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eplb_cli.checkpoint import read_model_shape
+from eplb_cli.checkpoint import Model
 from eplb_cli.checkpoint.family import families
 from tests.checkpoints import FORMS, E, deepseek, random_rows, read_checkpoint, save_plan, scattered_rows
 
@@ -91,7 +91,7 @@ def test_physical_slots_need_not_divide_over_routing_groups(tmp_path: Path, eplb
     assert run.code == 0, run.err
     assert read_checkpoint(tmp_path / "out") == model.expected(rows, "physical")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["n_routed_experts"] == 10
-    assert read_model_shape(str(tmp_path / "out")).num_experts == E
+    assert Model.open(tmp_path / "out").shape.num_experts == E
 
 
 def test_draft_heads_are_named_and_unchanged(tmp_path: Path, eplb: Eplb) -> None:

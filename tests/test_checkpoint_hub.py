@@ -119,7 +119,7 @@ def test_a_hub_out_of_reach_and_a_forbidden_network_are_told_apart(tmp_path: Pat
 
 
 def test_a_config_alone_is_fetched(tmp_path: Path, endpoint: str) -> None:
-    code = "from eplb_cli.checkpoint import read_model_shape; print(read_model_shape('org/there').moe_layer_ids)"
+    code = "from eplb_cli.checkpoint import Model; print(Model.open('org/there').shape.moe_layer_ids)"
     variables = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_TOKEN": ""}
     run = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
     assert run.stdout == "(1, 2)\n", run.stderr

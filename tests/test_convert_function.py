@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_cli.checkpoint import read_expert_bytes, read_model_shape
+from eplb_cli.checkpoint import Model
 from eplb_cli.placement import Placement
 from tests.checkpoints import Tensor, read_safetensors, write_safetensors
 from tests.tiny_models import llama4_text, logits, qwen3_moe
@@ -27,7 +27,7 @@ VISIBLE = 1e-2
 
 def plan_for(model: Path, file: Path, *, redundant: int = 0, ep_size: int = 4, seed: int = 0) -> Placement:
     """A random plan of the stock form for a model."""
-    shape = read_model_shape(str(model))
+    shape = Model.open(model).shape
     rng = np.random.default_rng(seed)
     rows = np.stack([rng.permutation(shape.num_experts) for _ in shape.moe_layer_ids or ()])
     rows = np.concatenate([rows, rows[:, :redundant]], 1).astype(np.int32)
@@ -70,7 +70,7 @@ def test_llama4_stock_is_bit_for_bit_the_same_function(
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_sparse_step_decides_the_moe_layers(tmp_path: Path, eplb: Eplb, step: int) -> None:
     model = qwen3_moe(tmp_path / "model", layers=7, mlp_only_layers=(), decoder_sparse_step=step)
-    assert read_model_shape(str(model)).moe_layer_ids == tuple(range(step - 1, 7, step))
+    assert Model.open(model).shape.moe_layer_ids == tuple(range(step - 1, 7, step))
     assert difference(model, converted(eplb, model, tmp_path)) < TOLERANCE
 
 
@@ -120,9 +120,9 @@ def test_the_config_still_loads_and_tells_its_layout(tiny_llama4_multimodal: Pat
 
 def test_expert_bytes_are_those_of_the_files(tiny_qwen3_moe: Path, tiny_llama4_text: Path) -> None:
     one = 3 * 64 * 32 * 4
-    assert read_expert_bytes(str(tiny_qwen3_moe)) == dict.fromkeys((1, 2, 3, 4), one)
-    assert read_expert_bytes(str(tiny_llama4_text)) == dict.fromkeys((1, 3), one)
-    assert read_expert_bytes(str(tiny_qwen3_moe / "config.json")) == dict.fromkeys((1, 2, 3, 4), one)
+    assert Model.open(tiny_qwen3_moe).expert_bytes.by_layer == dict.fromkeys((1, 2, 3, 4), one)
+    assert Model.open(tiny_llama4_text).expert_bytes.by_layer == dict.fromkeys((1, 3), one)
+    assert Model.open(tiny_qwen3_moe / "config.json").expert_bytes.by_layer == dict.fromkeys((1, 2, 3, 4), one)
 
 
 # Negative controls: what the comparison above must see.

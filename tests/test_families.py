@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eplb_cli.checkpoint import read_model_shape
+from eplb_cli.checkpoint import Model
 from eplb_cli.errors import CheckpointError
 
 # (experts, top_k, decoder layers, MoE layers): published facts of the models.
@@ -39,7 +39,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_real_config_gives_the_published_shape(shared_data: Path, name: str) -> None:
-    shape = read_model_shape(str(shared_data / "configs" / f"{name}_config.json"))
+    shape = Model.open(shared_data / "configs" / f"{name}_config.json").shape
     experts, top_k, layers, moe_layers = PUBLISHED[name]
     assert (shape.num_experts, shape.top_k, shape.num_hidden_layers) == (experts, top_k, layers)
     assert shape.moe_layer_ids == tuple(moe_layers)
@@ -49,14 +49,14 @@ def test_every_stored_config_is_covered_by_the_table_or_refused(shared_data: Pat
     for file in (shared_data / "configs").glob("*_config.json"):
         if file.name.removesuffix("_config.json") not in PUBLISHED:
             with pytest.raises(CheckpointError, match=r"no MoE layers|has no `architectures`"):
-                read_model_shape(str(file))
+                Model.open(file)
 
 
 def refusal(tmp_path: Path, **config: Any) -> str:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     with pytest.raises(CheckpointError) as caught:
-        read_model_shape(str(file))
+        Model.open(file)
     return str(caught.value)
 
 
@@ -77,7 +77,7 @@ LLAMA4 = {
 def moe_layers(tmp_path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    return read_model_shape(str(file)).moe_layer_ids
+    return Model.open(file).shape.moe_layer_ids
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_a_config_without_architectures_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_and_a_damaged_config_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file"):
-        read_model_shape(str(tmp_path))
+        Model.open(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):
-        read_model_shape(str(tmp_path))
+        Model.open(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
-        read_model_shape(str(tmp_path / "absent"))
+        Model.open(tmp_path / "absent")

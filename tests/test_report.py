@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_cli.advice import kv_cache_per_token
+from eplb_cli.checkpoint.kv_cache import kv_cache_per_token
 from eplb_cli.errors import PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads, Source
 from eplb_cli.metrics import balancedness, rank_loads
@@ -55,7 +55,7 @@ def placement(loads: ExpertLoads) -> Placement:
 
 @pytest.fixture(scope="module")
 def report(loads: ExpertLoads, placement: Placement) -> Report:
-    model = ModelFacts("org/model", dict.fromkeys((1, 3, 5, 7), 2**28), CONFIG)
+    model = ModelFacts("org/model", dict.fromkeys((1, 3, 5, 7), 2**28), kv_cache_per_token(CONFIG))
     return make_report(
         loads, [NamedPlan("plan.json", placement)], profile="loads.st", profile_sha256=DIGEST, model=model
     )
@@ -237,7 +237,7 @@ def test_names_and_warnings_cannot_become_markup(loads: ExpertLoads, placement: 
         [NamedPlan(evil, placement)],
         profile=evil,
         profile_sha256=DIGEST,
-        model=ModelFacts(evil, {}, CONFIG),
+        model=ModelFacts(evil, {}, None),
     )
     page = render(made)
     assert "<img" not in page.replace(evil.replace("<", "&lt;"), "")

@@ -14,7 +14,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from eplb_cli.checkpoint.fields import Fields
 from eplb_cli.errors import CheckpointError
+from eplb_cli.untrusted import shown
 
 __all__ = ["MOE_LAYER_RULES", "Family", "families", "family_of"]
 
@@ -79,70 +81,70 @@ def families() -> Mapping[str, Family]:
     return found
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Fields) -> Family:
     """The family of a config.json's content.
 
     Raises:
         CheckpointError: the architecture is missing, dense, or of no known family.
     """
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+    architectures = config.texts("architectures")
+    if not architectures:
         raise CheckpointError(
-            f"has no `architectures` (model_type is {config.get('model_type')!r})",
+            f"has no `architectures` (model_type is {shown(config.values.get('model_type'))})",
             rule="the model family is found by the name in `architectures`",
         )
     architecture = architectures[0]
     for family in families().values():
         if architecture in family.architectures:
             return family
-    text_config = config.get("text_config")
-    sections = [config, text_config] if isinstance(text_config, dict) else [config]
-    counted = any(section.get(key) for section in sections for key in _EXPERT_COUNT_KEYS)
-    if counted or re.search("moe|mixtral", architecture, re.IGNORECASE):
+    sections = [config, config.section("text_config") or config]
+    if any(key in section for section in sections for key in _EXPERT_COUNT_KEYS) or re.search(
+        "moe|mixtral", architecture, re.IGNORECASE
+    ):
         raise CheckpointError(f"{architecture}: not a supported family ({', '.join(families())})")
     raise CheckpointError(f"{architecture}: no MoE layers in config.json")
 
 
-def _sparse_step(config: Mapping[str, Any], layers: int) -> list[int]:
+def _sparse_step(config: Fields, layers: int) -> list[int]:
     """Layer l is MoE when (l + 1) % decoder_sparse_step == 0 and mlp_only_layers does not list it."""
-    step = _integer(config, "decoder_sparse_step", 1)
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise CheckpointError(f"mlp_only_layers is {dense!r}", rule="it must be a list of layers")
+    step = _step(config, "decoder_sparse_step")
+    dense = set(config.integers("mlp_only_layers") or ())
     return [layer for layer in range(layers) if step > 0 and (layer + 1) % step == 0 and layer not in dense]
 
 
-def _interleave(config: Mapping[str, Any], layers: int) -> list[int]:
+def _interleave(config: Fields, layers: int) -> list[int]:
     """Layer l is MoE when (l + 1) % interleave_moe_layer_step == 0; a list `moe_layers` must say the same."""
-    step = _integer(config, "interleave_moe_layer_step", 1)
+    step = _step(config, "interleave_moe_layer_step")
     ids = [layer for layer in range(layers) if step > 0 and (layer + 1) % step == 0]
-    listed = config.get("moe_layers")
-    if listed is not None and (not isinstance(listed, list) or sorted(listed) != ids):
+    listed = config.integers("moe_layers")
+    if listed is not None and sorted(listed) != ids:
         raise CheckpointError(
-            f"moe_layers is {listed}, but interleave_moe_layer_step {step} makes it {ids}",
+            f"moe_layers is {shown(listed)}, but interleave_moe_layer_step {step} makes it {shown(ids)}",
             rule="engines follow one or the other, so both must agree",
         )
     return ids
 
 
-def _first_k_dense(config: Mapping[str, Any], layers: int) -> list[int]:
+def _first_k_dense(config: Fields, layers: int) -> list[int]:
     """Layer l is MoE when l >= first_k_dense_replace and l % moe_layer_freq == 0, or where the list form says 1."""
-    first = _integer(config, "first_k_dense_replace", 0)
-    frequency = config.get("moe_layer_freq", 1)
-    if isinstance(frequency, list):
-        if len(frequency) < layers or any(flag not in (0, 1) for flag in frequency):
-            raise CheckpointError(f"moe_layer_freq is {frequency}", rule=f"it must list 0 or 1 for {layers} layers")
+    first = config.integer_or("first_k_dense_replace", 0, least=0)
+    if config.is_list("moe_layer_freq"):
+        frequency = config.integers("moe_layer_freq", most=1) or []
+        if len(frequency) < layers:
+            raise CheckpointError(
+                f"moe_layer_freq lists {len(frequency)} layers", rule=f"it must list 0 or 1 for {layers} layers"
+            )
         return [layer for layer in range(first, layers) if frequency[layer]]
-    step = _integer(config, "moe_layer_freq", 1)
+    step = _step(config, "moe_layer_freq")
     return [layer for layer in range(first, layers) if step > 0 and layer % step == 0]
 
 
-def _enabled(config: Mapping[str, Any], layers: int) -> list[int]:
+def _enabled(config: Fields, layers: int) -> list[int]:
     """Every layer is MoE when enable_moe_block is true."""
-    return list(range(layers)) if config.get("enable_moe_block") else []
+    return list(range(layers)) if config.flag("enable_moe_block") else []
 
 
-def _every(config: Mapping[str, Any], layers: int) -> list[int]:
+def _every(config: Fields, layers: int) -> list[int]:
     return list(range(layers))
 
 
@@ -156,10 +158,6 @@ MOE_LAYER_RULES = {
 """Name in a family's file -> (config, number of decoder layers) -> MoE layers; vLLM's own rules."""
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = config.get(key, default)
-    if value is None:
-        return default
-    if type(value) is not int or value < 0:
-        raise CheckpointError(f"{key} is {value!r}", rule="it must be an integer >= 0")
-    return value
+def _step(config: Fields, key: str) -> int:
+    """Every how many layers; 1 where it is not said, 0 for never."""
+    return config.integer_or(key, 1, least=0)

@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from eplb_cli.checkpoint.config import PLACEMENT_KEY, ModelConfig, load_json
+from eplb_cli.checkpoint.config import ModelConfig, load_json
 from eplb_cli.checkpoint.hub import locate
 from eplb_cli.checkpoint.safetensors_file import SafetensorsHeader, TensorEntry, read_header
 from eplb_cli.errors import CheckpointError
@@ -128,8 +128,7 @@ class Checkpoint:
     @property
     def placement(self) -> Mapping[str, Any] | None:
         """What config.json says of an earlier conversion; None for a checkpoint as it was published."""
-        placement = self.config.document.get(PLACEMENT_KEY)
-        return placement if isinstance(placement, dict) else None
+        return self.config.placement
 
     @property
     def revision(self) -> str | None:

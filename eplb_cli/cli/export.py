@@ -99,6 +99,6 @@ def read_shape(model: str | None) -> ModelShape | None:
     """What is known of MODEL; None when it was not given."""
     if model is None:
         return None
-    from eplb_cli.checkpoint import read_model_shape
+    from eplb_cli.checkpoint import Model
 
-    return read_model_shape(model)
+    return Model.open(model).shape

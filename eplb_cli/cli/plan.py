@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from eplb_cli.advice import Advice
+    from eplb_cli.checkpoint import KvCache, Model
     from eplb_cli.console import Console
-    from eplb_cli.loads import ExpertLoads, ModelShape
+    from eplb_cli.loads import ExpertLoads
     from eplb_cli.placement import Placement
     from eplb_cli.planner import PlanRequest, PlanResult
 
@@ -123,6 +124,7 @@ def plan(
     """Compute a placement of expert copies on ranks."""
     import time
 
+    from eplb_cli.checkpoint import Model
     from eplb_cli.console import Console
     from eplb_cli.errors import UsageError
     from eplb_cli.files import refuse_existing
@@ -141,6 +143,7 @@ def plan(
         raise UsageError("no --output given", hint="Pass -o plan.json, or --dry-run to write nothing.")
     if output is not None and not dry_run:
         refuse_existing(output, force=force)
+    known = None if model is None else Model.open(model)
     request = _request(
         ranks=_ranks(ep_size, tensor_parallel_size, data_parallel_size),
         redundant=num_redundant_experts,
@@ -152,7 +155,7 @@ def plan(
         previous=previous,
         max_moves=max_moves,
         step_tokens=step_tokens,
-        model=model,
+        model=known,
         max_extra_gib=max_extra_gib,
         seed=seed,
         folds=folds,
@@ -161,7 +164,8 @@ def plan(
     started = time.perf_counter()
     result = make_plan(joined, request, digest)
     seconds = round(time.perf_counter() - started, 3)
-    advice = _advise(joined, result, request, model, tensor_parallel_size or 1, loads)
+    cache = None if known is None else known.kv_cache(tensor_parallel_size or 1)
+    advice = _advise(joined, result, request, cache, loads)
     explained = [] if explain is None else explain_layer(joined, result.placement, explain)
     if output is not None and not dry_run:
         result.placement.save(output, replace=force)
@@ -169,6 +173,8 @@ def plan(
         console.warn(warning)
     for note in result.notes:
         console.note(note)
+    if known is not None and known.expert_bytes.note is not None:
+        console.note(known.expert_bytes.note)
     data = result.as_dict()
     data["seconds"] = seconds
     data["advice"] = advice.as_dict()
@@ -207,7 +213,7 @@ def _request(
     previous: Path | None,
     max_moves: str | None,
     step_tokens: int | None,
-    model: str | None,
+    model: Model | None,
     max_extra_gib: float | None,
     seed: int,
     folds: int,
@@ -225,13 +231,13 @@ def _request(
         except ValueError:
             raise UsageError(f"--num-redundant-experts {redundant!r}", rule="it must be an integer or auto") from None
     in_force = None if previous is None else Placement.load(previous)
-    shape, expert_bytes, model_groups = (None, None, None) if model is None else _read_model(model)
+    model_groups = 1 if model is None else model.num_expert_groups
     return PlanRequest(
         ep_size=ranks,
         num_redundant_experts=count,
         num_nodes=num_nodes,
         # As in vLLM, a model's groups count only where they split over the nodes; groups asked for must.
-        num_groups=num_groups or (model_groups if model_groups and model_groups % max(num_nodes, 1) == 0 else None),
+        num_groups=num_groups or (model_groups if model_groups > 1 and model_groups % max(num_nodes, 1) == 0 else None),
         strategy=strategy,  # type: ignore[arg-type]  # the planner refuses what it does not know
         effort=effort,  # type: ignore[arg-type]
         node_policy=node_policy,  # type: ignore[arg-type]
@@ -240,9 +246,9 @@ def _request(
         previous=in_force,
         max_moves=None if max_moves is None else _most_moves(max_moves, in_force),
         step_tokens=step_tokens,
-        expert_bytes=expert_bytes,
+        expert_bytes=None if model is None else model.expert_bytes.by_layer,
         max_extra_gib=max_extra_gib,
-        model=shape,
+        model=None if model is None else model.shape,
     )
 
 
@@ -325,30 +331,17 @@ def _check(path: Path, console: Console) -> None:
     )
 
 
-def _read_model(model: str) -> tuple[ModelShape, dict[int, int], int | None]:
-    """Sizes, bytes of an expert in each layer, and the router's expert groups (None when it has none)."""
-    from eplb_cli.checkpoint import read_expert_bytes
-    from eplb_cli.checkpoint.config import ModelConfig
-    from eplb_cli.checkpoint.hub import locate_config
-
-    config = ModelConfig.load(locate_config(model))
-    return config.shape, read_expert_bytes(model), config.num_expert_groups if config.num_expert_groups > 1 else None
-
-
 def _advise(
     loads: ExpertLoads,
     result: PlanResult,
     request: PlanRequest,
-    model: str | None,
-    tensor_parallel_size: int,
+    kv_cache: KvCache | None,
     files: list[str],
 ) -> Advice:
     import time
     from dataclasses import replace
 
     from eplb_cli.advice import advise, describe_situation
-    from eplb_cli.checkpoint.config import ModelConfig
-    from eplb_cli.checkpoint.hub import locate_config
 
     figures = result.balancedness
     situation = describe_situation(
@@ -359,8 +352,7 @@ def _advise(
         held_out=figures.held_out,
         bound=figures.bound,
         expert_bytes=request.expert_bytes,
-        config=None if model is None else ModelConfig.load(locate_config(model)).document,
-        tensor_parallel_size=tensor_parallel_size,
+        kv_cache=kv_cache,
     )
     newest = max(_split_weight(file)[0].stat().st_mtime for file in files)
     return advise(

@@ -141,9 +141,9 @@ def _shape(model: str | None, num_experts: int | None) -> ModelShape | None:
 
     if model is None:
         return None if num_experts is None else ModelShape(None, num_experts)
-    from eplb_cli.checkpoint import read_model_shape
+    from eplb_cli.checkpoint import Model
 
-    shape = read_model_shape(model)
+    shape = Model.open(model).shape
     if num_experts is not None and num_experts != shape.num_experts:
         raise UsageError(
             f"--num-experts {num_experts} contradicts --model {model}", rule=f"it has {shape.num_experts} experts"

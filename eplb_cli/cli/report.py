@@ -59,7 +59,7 @@ def report(
     refuse_existing(output, force=force)
     recorded = ExpertLoads.load(loads)
     named = [NamedPlan(str(plan), Placement.load(plan)) for plan in plans or []]
-    facts = None if model is None else _facts(model)
+    facts, size_note = (None, None) if model is None else _facts(model, tensor_parallel_size)
     with console.progress() as progress:
         task = progress.add_task("Measuring", total=None)
         made = make_report(
@@ -69,7 +69,6 @@ def report(
             profile_sha256=sha256_of_file(loads),
             ep_size=ep_size,
             model=facts,
-            tensor_parallel_size=tensor_parallel_size,
             step_tokens=step_tokens,
             on_step=lambda what, done, of: progress.update(task, description=what, completed=done, total=of),
         )
@@ -78,6 +77,8 @@ def report(
         stream.write(content)
     for warning in made.warnings:
         console.warn(warning)
+    if size_note is not None:
+        console.note(size_note)
     data = {"output": str(output), "bytes": len(content), **made.as_dict()}
     lines = [f"Wrote {output} ({len(content) / 1e6:.1f} MB)."]
     if made.advice is not None:
@@ -87,10 +88,11 @@ def report(
     console.result(data, *lines)
 
 
-def _facts(model: str) -> ModelFacts:
-    from eplb_cli.checkpoint import read_expert_bytes
-    from eplb_cli.checkpoint.config import ModelConfig
-    from eplb_cli.checkpoint.hub import locate_config
+def _facts(name: str, tensor_parallel_size: int) -> tuple[ModelFacts, str | None]:
+    """What is known of MODEL, and why sizes are estimates when they are."""
+    from eplb_cli.checkpoint import Model
     from eplb_cli.report import ModelFacts
 
-    return ModelFacts(model, read_expert_bytes(model), ModelConfig.load(locate_config(model)).document)
+    model = Model.open(name)
+    sizes = model.expert_bytes
+    return ModelFacts(name, sizes.by_layer, model.kv_cache(tensor_parallel_size)), sizes.note

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.advice import GIB, Advice, Situation, advise, describe_situation, kv_cache_per_token
+from eplb_cli.advice import GIB, Advice, Situation, advise, describe_situation
 from eplb_cli.bounds import balancedness_bound
+from eplb_cli.checkpoint import KvCache
 from eplb_cli.errors import PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.metrics import rank_loads, smallest_redundancy
@@ -56,12 +57,12 @@ class ModelFacts:
     Args:
         name: MODEL as the user wrote it.
         expert_bytes: bytes of one expert by layer id.
-        config: the content of config.json.
+        kv_cache: what a token of context costs a rank, when the model tells.
     """
 
     name: str
     expert_bytes: Mapping[int, int]
-    config: Mapping[str, Any]
+    kv_cache: KvCache | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +229,6 @@ def make_report(
     profile_sha256: str,
     ep_size: int | None = None,
     model: ModelFacts | None = None,
-    tensor_parallel_size: int = 1,
     step_tokens: int | None = None,
     on_step: Callable[[str, int, int], None] = lambda _what, _done, _of: None,
 ) -> Report:
@@ -240,7 +240,6 @@ def make_report(
         profile, profile_sha256: the loads' file and its digest, to tell plans made from it from others.
         ep_size: EP ranks to look at when there is no plan.
         model: sizes, for memory figures.
-        tensor_parallel_size: ranks that share one token's attention, for KV-cache figures.
         step_tokens: tokens of an engine step over all ranks, for advice.
         on_step: called with what is being done, how many steps are done, and how many there are.
 
@@ -259,14 +258,14 @@ def make_report(
         loads, counts=loads.counts[:, np.isin(loads.layer_ids, shared)], layer_ids=shared.astype(np.int32)
     )
     point = _points(loads.num_windows)
-    layouts = _layouts(covered, plans, ep_size, profile_sha256, model, tensor_parallel_size, point)
+    layouts = _layouts(covered, plans, ep_size, profile_sha256, model, point)
     plan = next((layout for layout in layouts if layout.kind == "plan"), None)
     requests = _requests(covered, plans, ep_size)
     redundancy = []
     sums: Sums | None = None
     for index, request in enumerate(requests):
         on_step(f"R = {request.num_redundant_experts}", index, len(requests))
-        step, held_out = _redundancy_step(covered, request, model, tensor_parallel_size)
+        step, held_out = _redundancy_step(covered, request, model)
         redundancy.append(step)
         if plan is not None and request.num_redundant_experts == plan.num_redundant_experts:
             sums = held_out
@@ -277,7 +276,7 @@ def make_report(
     advice = None
     if plan is not None:
         before = layouts[plan.initial].balancedness
-        situation = _situation(covered, plans[0].placement, before, plan, sums, model, tensor_parallel_size)
+        situation = _situation(covered, plans[0].placement, before, plan, sums, model)
         advice = advise(replace(situation, interval=interval, step_tokens=step_tokens))
     return Report(
         loads=loads,
@@ -330,7 +329,6 @@ def _layouts(
     ep_size: int | None,
     profile_sha256: str,
     model: ModelFacts | None,
-    tensor_parallel_size: int,
     point: IntArray,
 ) -> tuple[Layout, ...]:
     """vLLM's initial layout for each topology in play, with and without copies, then the plans."""
@@ -347,18 +345,14 @@ def _layouts(
         name = f"vLLM's initial layout, R = {redundant}" + (f", {ranks} ranks" if several_ranks else "")
         index = len(layouts)
         bound = balancedness_bound(loads.counts, placement.num_slots, ranks)
-        layouts.append(
-            _layout(name, "initial", placement, loads, index, bound, None, model, tensor_parallel_size, point)
-        )
+        layouts.append(_layout(name, "initial", placement, loads, index, bound, None, model, point))
     for plan in plans:
         placement = plan.placement
         digest = placement.provenance.profile_sha256
         in_sample = None if digest is None else digest == profile_sha256
         index = initial.index((placement.ep_size, placement.num_redundant_experts))
         bound = layouts[index].bound  # of the same size
-        layouts.append(
-            _layout(plan.name, "plan", placement, loads, index, bound, in_sample, model, tensor_parallel_size, point)
-        )
+        layouts.append(_layout(plan.name, "plan", placement, loads, index, bound, in_sample, model, point))
     return tuple(layouts)
 
 
@@ -371,12 +365,11 @@ def _layout(
     bound: float,
     in_sample: bool | None,
     model: ModelFacts | None,
-    tensor_parallel_size: int,
     point: IntArray,
 ) -> Layout:
     rows = placement.physical_to_logical[np.isin(placement.layer_ids, loads.layer_ids)]
     mean, peak, per_rank = _measure(rows, loads.counts, placement.ep_size)
-    gib, tokens = _cost(placement.num_redundant_experts, placement.ep_size, model, tensor_parallel_size)
+    gib, tokens = _cost(placement.num_redundant_experts, placement.ep_size, model)
     return Layout(
         name=name,
         kind=kind,
@@ -428,15 +421,12 @@ def _ratio_of_points(mean: FloatArray, peak: FloatArray, point: IntArray) -> Flo
     return _ratio(np.bincount(point, mean), np.bincount(point, peak))
 
 
-def _cost(
-    redundant: int, ranks: int, model: ModelFacts | None, tensor_parallel_size: int
-) -> tuple[float | None, int | None]:
+def _cost(redundant: int, ranks: int, model: ModelFacts | None) -> tuple[float | None, int | None]:
     """GiB per rank that R adds, and the tokens of KV cache that would fit there."""
     if model is None:
         return None, None
     nbytes = redundant * sum(model.expert_bytes.values()) / ranks
-    cache = kv_cache_per_token(model.config, tensor_parallel_size)
-    return round(nbytes / GIB, DIGITS), None if cache is None else cache.tokens(nbytes)
+    return round(nbytes / GIB, DIGITS), None if model.kv_cache is None else model.kv_cache.tokens(nbytes)
 
 
 def _requests(loads: ExpertLoads, plans: Sequence[NamedPlan], ep_size: int | None) -> list[PlanRequest]:
@@ -459,14 +449,14 @@ def _requests(loads: ExpertLoads, plans: Sequence[NamedPlan], ep_size: int | Non
 
 
 def _redundancy_step(
-    loads: ExpertLoads, request: PlanRequest, model: ModelFacts | None, tensor_parallel_size: int
+    loads: ExpertLoads, request: PlanRequest, model: ModelFacts | None
 ) -> tuple[RedundancyStep, Sums | None]:
     """One point of the R curve, and the held-out sums behind it."""
     topology = topology_of(loads, request)
     mean, peak, _ = _measure(place(loads.counts, topology, request), loads.counts, request.ep_size)
     ranks = cross_validate(loads.counts, topology, request)
     sums = None if ranks is None else (ranks.mean(-1).sum(1), ranks.max(-1, initial=0.0).sum(1))
-    gib, tokens = _cost(topology.num_redundant_experts, request.ep_size, model, tensor_parallel_size)
+    gib, tokens = _cost(topology.num_redundant_experts, request.ep_size, model)
     step = RedundancyStep(
         topology.num_redundant_experts,
         round(float(_ratio(mean.sum(), peak.sum())), DIGITS),
@@ -484,7 +474,6 @@ def _situation(
     plan: Layout,
     held_out: Sums | None,
     model: ModelFacts | None,
-    tensor_parallel_size: int,
 ) -> Situation:
     unseen = None if held_out is None else float(_ratio(held_out[0].sum(), held_out[1].sum()))
     if plan.recorded_held_out is not None:
@@ -498,8 +487,7 @@ def _situation(
         held_out=unseen,
         bound=plan.bound,
         expert_bytes=None if model is None else model.expert_bytes,
-        config=None if model is None else model.config,
-        tensor_parallel_size=tensor_parallel_size,
+        kv_cache=None if model is None else model.kv_cache,
     )
 
 
