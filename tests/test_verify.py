@@ -1,31 +1,185 @@
-"""`eplb verify` sees each way in which a converted checkpoint can be wrong."""
+"""`eplb verify` sees each way in which a converted checkpoint can be wrong, and no wrong where there is none."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from eplb_cli.checkpoint.source import Checkpoint
+from eplb_cli.checkpoint.verify import Level, verify
+from eplb_cli.cli import main
+from eplb_cli.placement import Placement, Provenance
 from tests.checkpoints import (
     FORMS,
     E,
     Synthetic,
-    Tensor,
     qwen3_moe,
     random_rows,
     read_checkpoint,
     read_safetensors,
     save_plan,
     scattered_rows,
-    write_safetensors,
 )
+from tests.verify_mutants import INDEX, MUTANTS, QUANT, Broken, Mutant, NotApplicableError, put_notes
 
 Eplb = Callable[..., Any]
 ROUTER = "model.layers.1.mlp.gate.weight"
+REDUNDANT = 4
+
+
+def expert_names(model: Synthetic) -> dict[int, str]:
+    """Full name of an expert's module by MoE layer, with {} for the id."""
+    names = {}
+    for name, item in model.items.items():
+        if item.kind == "expert":
+            names.setdefault(item.layer, item.template.rpartition(".")[0])
+        elif item.kind == "fused":
+            names.setdefault(item.layer, f"{name.rpartition('.')[0]}.{{}}.w1".removesuffix(".w1"))
+    return names
+
+
+def rich(form: str, rows: dict[int, list[int]], layout: str) -> Synthetic:
+    """A form whose config and side files hold every kind of value, and names of experts."""
+    model = FORMS[form]()
+    names = expert_names(model)
+    first, last = sorted(names)[:2]
+    # An expert with several ids, where the layout gives some to any.
+    lone = next(e for e in range(E) if rows[last].count(e) == 1 and rows[last].index(e) != e)
+    quantisation = {
+        "quant_method": "fp8",
+        "flag": True,
+        "off": False,
+        "none": None,
+        "width": 32,
+        "one": 1,
+        "ratio": 1.0,
+        "zero": 0.0,
+        "empty": [],
+        "blocks": [128, 64],
+        "nested": {"deep": {"value": 3}},
+        "modules_to_not_convert": [
+            "model.norm",
+            "lm_head",
+            names[first].format(5),
+            names[last].format(2),
+            "model.norm",
+        ],
+        "layers": {names[layer].format(e): {"bits": 4 + e} for layer in names for e in (6, 1, 3)},
+    }
+    model.config[QUANT] = {**model.config.get(QUANT, {}), **quantisation}
+    model.side_files |= {
+        "hf_quant_config.json": json.dumps(
+            {"bits": 8, "layers": {names[last].format(e): e for e in range(E)}}
+        ).encode(),
+        "recipe.yaml": f"# made by hand\nignore: ['{names[last].format(lone)}', 're:.*gate']\n".encode(),
+        "tokenizer_config.json": json.dumps({"text": names[first].format(2), "n": 10**30}).encode(),
+        "chat_template.jinja": b"{{ user }}",
+        "modeling_rich.py": b"import torch\n",
+    }
+    return model
+
+
+@dataclass
+class Case:
+    """A conversion that is right, made once a form and layout."""
+
+    source: Path
+    checkpoint: Checkpoint
+    out: Path
+    plan: Placement
+    layout: str
+    rows: dict[int, list[int]]
+    names: dict[int, str]
+
+    def broken(self, folder: Path) -> Broken:
+        shutil.copytree(self.out, folder / "out")
+        return Broken(folder / "out", self.source, self.layout, self.rows, self.names)
+
+
+CASES = [
+    ("qwen3_moe-bf16", "stock"),
+    ("qwen3_moe-fp8-block", "physical"),
+    ("gpt_oss-mxfp4", "stock"),
+    ("llama4-nvidia-nvfp4", "physical"),
+    ("minimax_m3", "physical"),
+    ("qwen3_moe-fused", "stock"),
+    ("deepseek_v4", "stock"),
+    ("qwen3_5-fp8", "physical"),
+]
+"""Per expert and fused in both layouts, then other quantisations, nested configs, id tables and draft heads."""
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    return {"-".join(case): make_case(tmp_path_factory.mktemp("case"), *case) for case in CASES}
+
+
+def make_case(folder: Path, form: str, layout: str) -> Case:
+    layers = FORMS[form]().moe_layers
+    planned = layers[:-1] if len(layers) > 2 else layers
+    rows = (random_rows if layout == "stock" else scattered_rows)(planned, REDUNDANT, seed=5)
+    start = [slot % E for slot in range(E + REDUNDANT)]
+    every = {layer: rows.get(layer, start) for layer in layers}
+    model = rich(form, every, layout)
+    source = model.save(folder / "source", shards=3, seed=11)
+    (source / "sub").mkdir()
+    (source / "sub" / "notes.json").write_text(json.dumps({"of": expert_names(model)[layers[0]].format(2)}))
+    index = json.loads((source / INDEX).read_text())
+    index["metadata"] |= {"made_by": "a test", "total_parameters": 1}
+    (source / INDEX).write_text(json.dumps(index))
+    for file in source.glob("*.safetensors"):
+        put_notes(file, lambda notes: {**notes, "made_by": "a test"})
+    plan = Placement(
+        np.array([rows[layer] for layer in planned], np.int32),
+        np.array(planned, np.int32),
+        E,
+        4,
+        2,
+        Provenance(
+            model.config["architectures"][0],
+            2,
+            "stock",
+            "balancedness",
+            7,
+            "0" * 64,
+            {"before": 0.5, "after": 0.75, "held_out": 0.7, "bound": 0.875},
+        ),
+    )
+    plan.save(folder / "plan.json")
+    out = folder / "out"
+    assert main(["convert", str(source), str(folder / "plan.json"), "-o", str(out), "--layout", layout]) == 0
+    return Case(source, Checkpoint.open(source), out, plan, layout, every, expert_names(model))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.group}: {mutant.name}")
+def test_every_change_is_seen_and_named(mutant: Mutant, cases: dict[str, Case], tmp_path: Path) -> None:
+    # Bytes and names differ by form; all else is the same in the first four.
+    deep = mutant.group in ("shards", "names of experts")
+    tried = 0
+    for name, case in list(cases.items())[: None if deep else 4]:
+        made = case.broken(tmp_path / name)
+        try:
+            mutant.change(made)
+        except NotApplicableError:
+            continue
+        tried += 1
+        for plan in (None, case.plan) if mutant.group == "plan" else (None,):
+            level = Level.full if mutant.group == "shards" else Level.headers
+            problems = verify(case.checkpoint, made.folder, plan, level).problems
+            if mutant.said is None:
+                assert problems == (), name
+            else:
+                assert any(mutant.said in problem for problem in problems), (name, problems)
+    assert tried
 
 
 class Converted:
@@ -108,123 +262,25 @@ def test_one_flipped_bit_in_any_kind_of_tensor(converted: Converted) -> None:
         assert any("at byte" in problem for problem in problems)
 
 
-def test_a_truncated_shard(converted: Converted) -> None:
-    file = converted.file_of("lm_head.weight")
-    os.truncate(file, file.stat().st_size - 8)
-    (problem,) = converted.problems("headers")
-    assert file.name in problem
-    assert "truncated" in problem
-
-
-def test_a_stale_tensor_in_a_second_shard(converted: Converted) -> None:
-    other = next(file for file in converted.out.glob("*.safetensors") if ROUTER not in read_safetensors(file))
-    stale = read_checkpoint(converted.source)[ROUTER]
-    write_safetensors(other, {**read_safetensors(other), ROUTER: stale})
-    (problem,) = converted.problems("headers")
-    assert ROUTER in problem
-    assert "again in" in problem
-
-
-def test_a_stale_tensor_under_a_name_of_its_own(converted: Converted) -> None:
-    file = converted.file_of("lm_head.weight")
-    name = "model.layers.1.mlp.experts.99.up_proj.weight"
-    write_safetensors(file, {**read_safetensors(file), name: Tensor("BF16", (1,), b"ab")})
-    index = converted.out / "model.safetensors.index.json"
-    document = json.loads(index.read_text())
-    document["weight_map"][name] = file.name
-    index.write_text(json.dumps(document))
-    assert any("must not be there" in problem and name in problem for problem in converted.problems("headers"))
-
-
-def test_a_missing_tensor(converted: Converted) -> None:
-    file = converted.file_of("lm_head.weight")
-    tensors = read_safetensors(file)
-    del tensors["lm_head.weight"]
-    write_safetensors(file, tensors)
-    index = converted.out / "model.safetensors.index.json"
-    document = json.loads(index.read_text())
-    del document["weight_map"]["lm_head.weight"]
-    index.write_text(json.dumps(document))
-    assert any("tensor lm_head.weight is missing" in problem for problem in converted.problems("headers"))
-
-
-def test_a_wrong_shape_of_the_right_size(converted: Converted) -> None:
-    file = converted.file_of(ROUTER)
-    tensors = read_safetensors(file)
-    tensors[ROUTER] = Tensor("BF16", (16, 16), tensors[ROUTER].data)
-    write_safetensors(file, tensors)
-    assert any("must be BF16 [8, 32]" in problem for problem in converted.problems("headers"))
-
-
-def test_a_missing_and_a_changed_side_file(converted: Converted) -> None:
-    (converted.out / "tokenizer.json").unlink()
-    (converted.out / "LICENSE").write_text("changed")
-    problems = converted.problems("headers")
-    assert len(problems) == 2
-    assert any("tokenizer.json: the side file is missing" in problem for problem in problems)
-    assert any("LICENSE: differs" in problem for problem in problems)
-
-
-def test_other_weights_laid_beside(converted: Converted) -> None:
-    (converted.out / "consolidated.safetensors").write_bytes(b"old weights")
-    assert "weights that must not be there" in converted.problems("headers")[0]
-
-
-def test_a_plan_file_that_the_weights_do_not_follow(converted: Converted) -> None:
-    layers = converted.model.moe_layers
-    rows = random_rows(layers, 4, seed=77)
-    save_plan(converted.out / "eplb_plan.json", rows)
-    assert any("is not the plan that config.json names" in problem for problem in converted.problems("headers"))
-    # Even with the digest in config.json forged along, the bytes tell.
-    config = json.loads((converted.out / "config.json").read_text())
-    from eplb_cli.placement import Placement
-
-    config["eplb_placement"]["plan_sha256"] = Placement.load(converted.out).map_sha256
-    (converted.out / "config.json").write_text(json.dumps(config))
-    assert converted.problems("headers") == []
-    assert converted.problems("full")
-    assert converted.problems("sample")
+def test_a_plan_that_the_weights_do_not_follow(converted: Converted) -> None:
+    """With every claim forged along, the bytes tell."""
+    plan_file = save_plan(converted.out / "eplb_plan.json", random_rows(converted.model.moe_layers, 4, seed=77))
+    assert any("eplb_plan.json: is not the plan that" in problem for problem in converted.problems("headers"))
+    forged = Placement.load(plan_file)
+    for name, section in (("config.json", "eplb_placement"), ("eplb_provenance.json", None)):
+        document = json.loads((converted.out / name).read_text())
+        (document[section] if section else document)["plan_sha256"] = forged.map_sha256
+        if section is None:
+            document["plan_file_sha256"] = hashlib.sha256(forged.to_json()).hexdigest()
+        (converted.out / name).write_text(json.dumps(document))
+    for level in ("sample", "full"):
+        assert any(ROUTER in problem or "experts" in problem for problem in converted.problems(level))
+    assert not any("is not the plan" in problem for problem in converted.problems("headers"))
 
 
 def test_another_plan_than_the_one_asked_for(converted: Converted) -> None:
     other = save_plan(converted.folder / "other.json", random_rows(converted.model.moe_layers, 4, seed=78))
     assert any("is not the plan asked for" in problem for problem in converted.problems("full", "--plan", other))
-
-
-def test_a_missing_plan(converted: Converted) -> None:
-    (converted.out / "eplb_plan.json").unlink()
-    assert "holds no eplb_plan.json" in converted.problems("headers")[0]
-    assert converted.problems("headers", "--plan", converted.plan)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda config: config.update(num_experts_per_tok=3), "differs from the source's"),
-        (lambda config: config.update(num_experts=9), "the expert count num_experts is 9"),
-        (lambda config: config.pop("eplb_placement"), "no converted checkpoint"),
-        (lambda config: config["eplb_placement"].update(num_physical_experts=3), "num_physical_experts is 3"),
-    ],
-)
-def test_a_changed_config(converted: Converted, change: Callable[[dict[str, Any]], None], said: str) -> None:
-    file = converted.out / "config.json"
-    config = json.loads(file.read_text())
-    change(config)
-    file.write_text(json.dumps(config))
-    assert any(said in problem for problem in converted.problems("headers"))
-
-
-def test_a_wrong_total_size(converted: Converted) -> None:
-    index = converted.out / "model.safetensors.index.json"
-    document = json.loads(index.read_text())
-    document["metadata"]["total_size"] += 1
-    index.write_text(json.dumps(document))
-    assert any("total_size" in problem for problem in converted.problems("headers"))
-
-
-def test_a_missing_shard(converted: Converted) -> None:
-    converted.file_of("lm_head.weight").unlink()
-    assert "is in the index but not on disk" in converted.problems("headers")[0]
 
 
 @pytest.mark.parametrize("form", ["qwen3_moe-fused", "llama4-text"])
@@ -259,23 +315,6 @@ def test_a_forgotten_bias(tmp_path: Path, eplb: Eplb, form: str, part: str) -> N
     name = next(name for name, item in made.model.items.items() if part in name and item.kind == "logical")
     made.change(name, lambda _: made.model.items[name].tensor.data)
     assert any(name in problem for problem in made.problems("sample"))
-
-
-def test_quantised_names_that_do_not_follow(tmp_path: Path, eplb: Eplb) -> None:
-    made = Converted(tmp_path, eplb, FORMS["minimax_m3"](), "stock")
-    for name in ("config.json", "hf_quant_config.json"):
-        file = made.out / name
-        right = file.read_text()
-        document = json.loads(right)
-        section = document["quantization_config" if name == "config.json" else "quantization"]
-        original = json.loads((made.source / name).read_text())
-        section["quantized_layers"] = original.get("quantization_config", original.get("quantization"))[
-            "quantized_layers"
-        ]
-        file.write_text(json.dumps(document))
-        assert any(name in problem for problem in made.problems("headers"))
-        file.write_text(right)
-    assert made.problems("headers") == []
 
 
 def test_an_output_that_is_not_there(converted: Converted) -> None:

@@ -27,7 +27,7 @@ from eplb_cli.checkpoint.rewrite import (
     rewrite,
 )
 from eplb_cli.checkpoint.source import PROVENANCE_FILE, Checkpoint
-from eplb_cli.checkpoint.transaction import Transaction
+from eplb_cli.checkpoint.transaction import JOURNAL, LOCK, Transaction
 from eplb_cli.checkpoint.verify import Level, verify
 from eplb_cli.errors import CheckpointError, OutputError
 from eplb_cli.files import sha256_of_file
@@ -211,7 +211,14 @@ class Conversion:
                 linked = self._write_shards(transaction, copier)
                 self._write_other_files(transaction)
                 self.source.require_unchanged()
-                report = verify(self.source, transaction.partial, self.given, Level.sample, classified=self.classified)
+                report = verify(
+                    self.source,
+                    transaction.partial,
+                    self.given,
+                    Level.sample,
+                    classified=self.classified,
+                    unfinished=(JOURNAL, LOCK),
+                )
                 if not report.ok:
                     transaction.discard()
                     raise CheckpointError(
@@ -319,6 +326,7 @@ class Conversion:
                 },
             },
             "plan_sha256": self.placement.map_sha256,
+            "plan_file_sha256": hashlib.sha256(self.small_files[PLAN_FILE]).hexdigest(),
             "identity_layers": list(self.identity_layers),
             "unchanged_drafts": list(self.classified.drafts),
             "side_files": list(source.side_files),

@@ -1,4 +1,4 @@
-"""Proof that a converted checkpoint holds the source's bytes where the plan says.
+"""Proof that a converted checkpoint holds the source's bytes where the plan says, and nothing else.
 
 Independent of the writer: what must be in the output is derived here from the plan and the source's index, name by
 name, and the output's own headers say where to look. Nothing that the writer planned or noted is used.
@@ -6,12 +6,10 @@ name, and the output's own headers say where to look. Nothing that the writer pl
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,7 +22,17 @@ from eplb_cli.checkpoint import page_cache
 from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, classify, with_expert
 from eplb_cli.checkpoint.config import PLACEMENT_KEY
 from eplb_cli.checkpoint.safetensors_file import SafetensorsHeader, TensorEntry
-from eplb_cli.checkpoint.source import INDEX_FILE, PROVENANCE_FILE, Checkpoint
+from eplb_cli.checkpoint.source import Checkpoint
+from eplb_cli.checkpoint.verify_claims import (
+    Demand,
+    config_problems,
+    index_problems,
+    plan_problems,
+    provenance_problems,
+    read_config,
+    shard_problems,
+)
+from eplb_cli.checkpoint.verify_files import file_problems, list_files, side_file_problems
 from eplb_cli.errors import CheckpointError, EplbError, PlacementError
 from eplb_cli.placement import PLAN_FILE, Placement
 
@@ -101,6 +109,7 @@ def verify(
     level: Level,
     *,
     classified: ClassifiedTensors | None = None,
+    unfinished: Collection[str] = (),
     progress: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Compare a converted checkpoint with its source.
@@ -111,93 +120,68 @@ def verify(
         plan: the plan it must follow; None takes the one that lies in it.
         level: how much to read.
         classified: roles of the source's tensors, where they are known already.
+        unfinished: files that the writer still keeps in the folder.
         progress: called with the number of bytes compared since the last call.
 
     Raises:
         CheckpointError: the source itself is damaged or cannot be read.
     """
     problems = _Problems()
-    if not folder.is_dir():
-        problems.add(f"{folder}: no such folder")
-        return Report(False, level, 0, problems.listed())
-    try:
-        output = Checkpoint.open(folder)
-    except EplbError as error:
-        problems.add(str(error))
-        return Report(False, level, 0, problems.listed())
-    record = output.placement
-    if record is None or record.get("layout") not in ("stock", "physical"):
-        problems.add(f"{folder / 'config.json'}: has no {PLACEMENT_KEY}, so it is no converted checkpoint")
-        return Report(False, level, 0, problems.listed())
-    physical = record["layout"] == "physical"
-    inner = _plan_inside(folder, problems)
-    if plan is None and inner is None:
-        return Report(False, level, 0, problems.listed())
-    try:
-        rows = _rows(plan or inner, source)  # type: ignore[arg-type]
-    except EplbError as error:
-        problems.add(str(error))
-        return Report(False, level, 0, problems.listed())
-    slots = len(next(iter(rows.values())))
-    _check_plans(folder, inner, rows, record, source, problems)
     if classified is None:
         classified = classify(source.config, source.tensors, stored_experts=source.config.shape.num_experts)
-    expected = _expected(source, classified, rows, physical=physical)
-    _check_config(source, output, rows, slots, record, physical=physical, problems=problems)
-    _check_side_files(source, output, rows, physical=physical, problems=problems)
+    try:
+        output, demand, files, document = _opened(source, classified, folder, plan)
+    except EplbError as error:
+        return Report(False, level, 0, (str(error),))
+    expected = _expected(demand)
+    origins = {name: want.origin for name, want in expected.items()}
+    for found in (
+        file_problems(source, output, files - set(unfinished)),
+        config_problems(demand, folder, document),
+        plan_problems(demand, folder),
+        provenance_problems(demand, folder, origins),
+        index_problems(source, output),
+        shard_problems(demand, output, origins),
+        *(side_file_problems(source, output, demand.names, name) for name in source.side_files if name in files),
+    ):
+        for problem in found:
+            problems.add(problem)
     right = _check_headers(source, output, expected, problems)
     if level is not Level.headers:
         right = _check_bytes(source, output, expected, right, level, problems, progress)
     return Report(problems.count == 0, level, len(right), problems.listed())
 
 
-def _plan_inside(folder: Path, problems: _Problems) -> Placement | None:
+def _opened(
+    source: Checkpoint, classified: ClassifiedTensors, folder: Path, plan: Placement | None
+) -> tuple[Checkpoint, Demand, set[str], Any]:
+    """The output, what was asked for, the output's files, and its config.json.
+
+    Raises:
+        EplbError: it cannot be looked at any further.
+    """
+    if not folder.is_dir():
+        raise CheckpointError("no such folder", file=folder)
+    # Before anything is opened: what is no file of the folder's own is not read.
+    files = list_files(folder)
+    document = read_config(folder)
+    output = Checkpoint.open(folder)
+    record = output.placement
+    if record is None or record.get("layout") not in ("stock", "physical"):
+        raise CheckpointError(f"has no {PLACEMENT_KEY}, so it is no converted checkpoint", file=folder / "config.json")
+    inner = plan or Placement.load(folder)
     try:
-        return Placement.load(folder)
+        demand = Demand.of(source, classified, inner, physical=record["layout"] == "physical", given=plan is not None)
     except PlacementError as error:
-        problems.add(str(error))
-        return None
+        error.file = None if plan is not None else str(folder / PLAN_FILE)
+        raise
+    return output, demand, files, document
 
 
-def _rows(plan: Placement, source: Checkpoint) -> dict[int, list[int]]:
-    """Expert of each slot by MoE layer; a layer that the plan lacks keeps the start layout."""
-    num_experts = source.config.shape.num_experts
-    if plan.num_experts != num_experts:
-        raise PlacementError(f"the plan has {plan.num_experts} experts, the model {num_experts}")
-    given = dict(zip(plan.layer_ids.tolist(), plan.physical_to_logical.tolist(), strict=True))
-    layers = source.config.shape.moe_layer_ids or ()
-    unknown = sorted(set(given) - set(layers))
-    if unknown:
-        raise PlacementError(f"the plan has the layers {unknown}, which are no MoE layers of the model")
-    start = [slot if slot < num_experts else (slot - num_experts) % num_experts for slot in range(plan.num_slots)]
-    return {layer: given.get(layer, start) for layer in layers}
-
-
-def _check_plans(
-    folder: Path,
-    inner: Placement | None,
-    rows: Mapping[int, Sequence[int]],
-    record: Mapping[str, Any],
-    source: Checkpoint,
-    problems: _Problems,
-) -> None:
-    """The plan inside must be the one asked for, and the one that config.json names."""
-    if inner is None:
-        return
-    inside = dict(zip(inner.layer_ids.tolist(), inner.physical_to_logical.tolist(), strict=True))
-    differing = [layer for layer in rows if inside.get(layer) != rows[layer]]
-    if differing or inside.keys() - rows.keys():
-        where = f"layer {differing[0]}" if differing else f"layer {min(inside.keys() - rows.keys())}"
-        problems.add(f"{folder / PLAN_FILE}, {where}: is not the plan asked for")
-    if record.get("plan_sha256") != inner.map_sha256:
-        problems.add(f"{folder / PLAN_FILE}: is not the plan that config.json names (its sha256 differs)")
-
-
-def _expected(
-    source: Checkpoint, classified: ClassifiedTensors, rows: Mapping[int, Sequence[int]], *, physical: bool
-) -> dict[str, _Expected]:
+def _expected(demand: Demand) -> dict[str, _Expected]:
     """Every tensor that the output must hold, by name."""
-    num_experts = source.config.shape.num_experts
+    source, classified, rows, physical = demand.source, demand.classified, demand.rows, demand.physical
+    num_experts = demand.plan.num_experts
     expected: dict[str, _Expected] = {}
     of_expert: dict[tuple[int, int], list[str]] = {}
     for name, role in classified.roles.items():
@@ -227,7 +211,7 @@ def _expected(
 def _check_headers(
     source: Checkpoint, output: Checkpoint, expected: Mapping[str, _Expected], problems: _Problems
 ) -> list[str]:
-    """Names, types, shapes and the index; returns the tensors found right."""
+    """Names, types and shapes; returns the tensors found right."""
     right = []
     for name, want in expected.items():
         found, origin = output.tensors.get(name), source.tensors[want.origin]
@@ -243,122 +227,7 @@ def _check_headers(
     for name in output.tensors:
         if name not in expected:
             problems.add(f"{output.folder / output.shard_of[name]}: tensor {name} must not be there")
-    if output.index_name is not None:
-        total = sum(entry.nbytes for entry in output.tensors.values())
-        if output.index_metadata.get("total_size") != total:
-            problems.add(
-                f"{output.folder / output.index_name}: total_size is {output.index_metadata.get('total_size')}, "
-                f"the tensors have {total} bytes"
-            )
     return right
-
-
-def _check_config(
-    source: Checkpoint,
-    output: Checkpoint,
-    rows: Mapping[int, Sequence[int]],
-    slots: int,
-    record: Mapping[str, Any],
-    *,
-    physical: bool,
-    problems: _Problems,
-) -> None:
-    """config.json must be the source's but for the record, the expert count, and the names of experts."""
-    file, num_experts = output.folder / "config.json", source.config.shape.num_experts
-    count = slots if physical else num_experts
-    for key in output.config.count_keys:
-        if output.config.values[key] != count:
-            problems.add(f"{file}: the expert count {key} is {output.config.values[key]}, must be {count}")
-    wanted = {"num_logical_experts": num_experts, "num_physical_experts": slots}
-    for key, value in wanted.items():
-        if record.get(key) != value:
-            problems.add(f"{file}: {PLACEMENT_KEY}.{key} is {record.get(key)}, must be {value}")
-    before, after = json.loads(json.dumps(source.config.document)), json.loads(json.dumps(output.config.document))
-    for document, config in ((before, source.config), (after, output.config)):
-        document.pop(PLACEMENT_KEY, None)
-        section = document if config.section is None else document[config.section]
-        for key in config.count_keys:
-            section[key] = None
-    if _flat(before, {}) != _flat(after, rows):
-        changed = sorted({".".join(path) for path, _ in _flat(before, {}) ^ _flat(after, rows)})
-        problems.add(f"{file}: differs from the source's in more than the experts: {', '.join(changed[:3])}")
-
-
-def _check_side_files(
-    source: Checkpoint,
-    output: Checkpoint,
-    rows: Mapping[int, Sequence[int]],
-    *,
-    physical: bool,
-    problems: _Problems,
-) -> None:
-    present = set(output.side_files)
-    for name in source.side_files:
-        if name not in present:
-            problems.add(f"{output.folder / name}: the side file is missing")
-        elif not _same_side_file(source.folder / name, output.folder / name, rows):
-            problems.add(f"{output.folder / name}: differs from the source's")
-    for name in output.left_out:
-        if name not in (PLAN_FILE, PROVENANCE_FILE):
-            problems.add(f"{output.folder / name}: weights that must not be there")
-    if PROVENANCE_FILE not in output.left_out:
-        problems.add(f"{output.folder / PROVENANCE_FILE}: is missing")
-    if len(output.shards) > 1 and output.index_name is None:
-        problems.add(f"{output.folder / INDEX_FILE}: is missing")
-
-
-def _same_side_file(before: Path, after: Path, rows: Mapping[int, Sequence[int]]) -> bool:
-    """Equal, but for names of experts that follow the plan."""
-    if before.name.endswith((".json", ".yaml", ".yml")):
-        # A file that names experts must have changed, so equal bytes would be wrong there.
-        texts = [path.read_bytes().decode(errors="surrogateescape") for path in (before, after)]
-        if re.search(r"\bexperts\.(?:\w+\.)?\d", texts[0]):
-            if not before.name.endswith(".json"):
-                return texts[0] == _original(texts[1], rows)
-            try:
-                return _flat(json.loads(texts[0]), {}) == _flat(json.loads(texts[1]), rows)
-            except json.JSONDecodeError:
-                return False
-    with before.open("rb") as one, after.open("rb") as two:
-        while True:
-            block = one.read(_BLOCK)
-            if block != two.read(_BLOCK):
-                return False
-            if not block:
-                return True
-
-
-def _original(text: str, rows: Mapping[int, Sequence[int]]) -> str:
-    """Names of the output's experts turned back into the source's."""
-
-    def back(match: re.Match[str]) -> str:
-        row = rows.get(int(match["layer"]))
-        slot = int(match["slot"])
-        return match[0] if row is None or slot >= len(row) else f"{match['before']}{row[slot]}"
-
-    pattern = (
-        r"(?P<before>(?<![\w.])(?!(?:[\w.]+\.)?mtp\.)(?:[\w.]+\.)?layers\.(?P<layer>\d+)\.(?:[a-z_]+\.)?experts\.(?:[a-z]\w*\.)?)"
-        r"(?P<slot>\d+)(?![\w])"
-    )
-    return re.sub(pattern, back, text)
-
-
-def _flat(
-    value: Any, rows: Mapping[int, Sequence[int]], path: tuple[str, ...] = ()
-) -> set[tuple[tuple[str, ...], str]]:
-    """A JSON value as a set of (path, leaf), names of experts turned back; lists count by content where they hold
-    names, since an expert of several slots is listed several times."""
-    found: set[tuple[tuple[str, ...], str]] = set()
-    if isinstance(value, dict):
-        for key, item in value.items():
-            found |= _flat(item, rows, (*path, _original(key, rows)))
-        return found or {(path, "{}")}
-    if isinstance(value, list):
-        named = any(isinstance(item, str) and "experts" in item for item in value)
-        for index, item in enumerate(value):
-            found |= _flat(item, rows, (*path, "[]" if named else f"[{index}]"))
-        return found or {(path, "[]")}
-    return {(path, _original(value, rows) if isinstance(value, str) else json.dumps(value))}
 
 
 @dataclass(frozen=True, slots=True)
