@@ -7,14 +7,14 @@ ends, so balancing can take away at most the time in which the others wait. Ever
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from eplb_cli.checkpoint import KvCache
 from eplb_cli.loads import PHASES, ExpertLoads
-from eplb_cli.metrics import balancedness, initial_map, rank_loads
+from eplb_cli.metrics import balancedness, rank_loads, smallest_redundancy
 from eplb_cli.placement import Placement
 from eplb_cli.planner import PlanRequest, make_plan
 from eplb_cli.planner.confidence import LOSS_ALLOWED, step_noise_ceiling, tokens_needed
@@ -133,8 +133,8 @@ def describe_situation(
         kv_cache: what a token of context costs a rank.
     """
     ranks, experts = placement.ep_size, placement.num_experts
-    stock = initial_map(experts, -experts % ranks)
-    without_copies = balancedness(rank_loads(np.tile(stock, (loads.num_layers, 1)), loads.counts, ranks))
+    stock = Placement.initial(experts, smallest_redundancy(experts, ranks), ranks, loads.layer_ids)
+    without_copies = balancedness(rank_loads(stock.physical_to_logical, loads.counts, ranks))
     extra = None
     if expert_bytes is not None:
         extra = placement.num_redundant_experts * sum(expert_bytes.values()) / ranks
@@ -293,16 +293,16 @@ def compare_phases(loads: ExpertLoads, placement: Placement) -> tuple[PhaseGap, 
     A phase's own plan is scored on windows that it was not made from, where the phase has two windows or more.
     """
     present = [code for code in (1, 2) if (loads.window_phase == code).any()]
-    shared, in_plan, in_loads = np.intersect1d(placement.layer_ids, loads.layer_ids, return_indices=True)
+    shared = np.intersect1d(placement.layer_ids, loads.layer_ids)
     if len(present) < 2 or not shared.size or placement.ep_size == 1:
         return ()
+    placement, loads = placement.for_layers(shared), loads.for_layers(shared)
     gaps = []
     for code in present:
         part = loads.select_windows(loads.window_phase == code)
-        part = replace(part, counts=part.counts[:, in_loads], layer_ids=part.layer_ids[in_loads])
         request = PlanRequest(placement.ep_size, placement.num_redundant_experts, effort="fast", folds=3)
         own = make_plan(part, request).balancedness
-        of_plan = balancedness(rank_loads(placement.physical_to_logical[in_plan], part.counts, placement.ep_size))
+        of_plan = balancedness(rank_loads(placement.physical_to_logical, part.counts, placement.ep_size))
         gaps.append(PhaseGap(PHASES[code], of_plan, own.after if own.held_out is None else own.held_out))
     return tuple(gaps)
 

@@ -12,6 +12,7 @@ EplbError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
@@ -23,7 +24,22 @@ __all__ = [
     "ServeError",
     "TraceError",
     "UsageError",
+    "ranges",
 ]
+
+
+def ranges(layer_ids: Iterable[int]) -> str:
+    """`layers 0-3, 5` for 0, 1, 2, 3, 5, ascending; `layer 5` for one; `no layer` for none."""
+    runs: list[list[int]] = []
+    for layer in map(int, layer_ids):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    if not runs:
+        return "no layer"
+    return f"layer {listed}" if runs[0][0] == runs[-1][1] else f"layers {listed}"
 
 
 class EplbError(Exception):

@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import LoadsError
+from eplb_cli.errors import EplbError, LoadsError, ranges
 from eplb_cli.files import atomic_write
 
-__all__ = ["PHASES", "ExpertLoads", "ModelShape", "Source", "concatenate", "mix"]
+__all__ = ["PHASES", "ExpertLoads", "ModelShape", "Source", "concatenate", "mix", "refuse_constant_routing"]
 
 FORMAT = "eplb-profile"
 VERSION = 1
@@ -149,6 +149,24 @@ class ExpertLoads:
         codes = np.unique(self.window_phase)
         return PHASES[int(codes[0])] if codes.size == 1 else PHASES[0]
 
+    def for_layers(self, layer_ids: npt.ArrayLike) -> Self:
+        """The loads of exactly these decoder layers; those of other layers are left out.
+
+        Args:
+            layer_ids: [K] absolute layers, ascending.
+
+        Raises:
+            LoadsError: layers are missing, or `layer_ids` are not ascending.
+        """
+        wanted = np.asarray(layer_ids, np.int32)
+        absent = wanted[~np.isin(wanted, self.layer_ids)]
+        if absent.size:
+            raise LoadsError(
+                f"the loads lack {ranges(absent)}",
+                rule=f"they have {ranges(self.layer_ids)}; layers match by absolute id",
+            )
+        return replace(self, counts=self.counts[:, np.searchsorted(self.layer_ids, wanted)], layer_ids=wanted)
+
     def select_windows(self, keep: npt.NDArray[Any] | slice) -> Self:
         """The same loads with some of the windows (a mask, indices or a slice over W)."""
         return replace(
@@ -261,6 +279,43 @@ def _header(path: Path, metadata: Mapping[str, str], hint: str) -> dict[str, Any
     if unknown:
         raise LoadsError(f"has unknown header keys {sorted(unknown)}", file=path, rule=f"known: {sorted(_HEADER_KEYS)}")
     return header
+
+
+def refuse_constant_routing(loads: ExpertLoads, error: type[EplbError] = LoadsError) -> list[str]:
+    """Refuse loads in which every layer sends everything to one expert; layers without load do not count.
+
+    A single layer may do so: Llama 4 Maverick's layer 45 sends 99.9 % of its tokens to one expert. In all layers at
+    once it is a recording that was never filled: an array of zeros reads as expert 0, in every layer. One assignment
+    a layer is too little to tell.
+
+    Args:
+        loads: one recording, or several joined.
+        error: what to raise.
+
+    Returns:
+        A remark on the layers that do so, if there are any.
+
+    Raises:
+        EplbError: of the given kind.
+    """
+    total = loads.counts.sum(0)
+    held = total.any(1)
+    constant = held & (np.count_nonzero(total, 1) == 1)
+    if loads.num_experts < 2 or not constant.any():
+        return []
+    several = int(held.sum()) > 1 or (loads.top_k or 1) > 1
+    if several and (constant == held).all() and int(total.sum()) > int(held.sum()):
+        layer = int(np.flatnonzero(held)[0])
+        raise error(
+            f"{ranges(loads.layer_ids[held])} {'send' if held.sum() > 1 else 'sends'} everything to a single expert",
+            layer=int(loads.layer_ids[layer]),
+            expert=int(total[layer].argmax()),
+            rule="routers do not do that in all layers: the recorded ids were never filled in. vLLM's monolithic MoE "
+            "kernels return routed_experts of zeros only, on some GPUs",
+            hint="Record with `eplb record`, which reads the router itself, or with an EPLB-enabled engine, where vLLM "
+            "does not use those kernels.",
+        )
+    return [f"{ranges(loads.layer_ids[constant])}: all load is on one expert, which no placement can spread"]
 
 
 def concatenate(parts: Sequence[ExpertLoads]) -> ExpertLoads:

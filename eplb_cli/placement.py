@@ -9,15 +9,15 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import PlacementError
+from eplb_cli.errors import PlacementError, ranges
 from eplb_cli.files import atomic_write
 from eplb_cli.metrics import initial_map, replica_counts
 from eplb_cli.untrusted import parse_json, read_file
@@ -124,6 +124,34 @@ class Placement:
         ids = np.asarray(layer_ids, np.int32)
         row = initial_map(num_experts, num_redundant_experts)
         return cls(np.tile(row, (len(ids), 1)), ids, num_experts, ep_size)
+
+    def for_layers(self, layer_ids: npt.ArrayLike, missing: Self | Literal["initial"] | None = None) -> Self:
+        """The plan's rows of exactly these decoder layers; rows of other layers are left out.
+
+        Args:
+            layer_ids: [K] absolute layers, ascending.
+            missing: where the row of a layer comes from that this plan lacks: another placement of the same experts,
+                slots and ranks, or vLLM's own start layout ("initial").
+
+        Raises:
+            PlacementError: layers are missing and nothing takes their place, or `layer_ids` are not ascending.
+        """
+        wanted = np.asarray(layer_ids, np.int32)
+        own = np.isin(wanted, self.layer_ids)
+        rows = np.empty((len(wanted), self.num_slots), np.int32)
+        rows[own] = self.physical_to_logical[np.searchsorted(self.layer_ids, wanted[own])]
+        absent = wanted[~own]
+        if absent.size and missing is None:
+            raise PlacementError(
+                f"the plan lacks {ranges(absent)}", rule=f"it has {ranges(self.layer_ids)}; layers match by absolute id"
+            )
+        if absent.size and missing is not None:
+            rows[~own] = (
+                initial_map(self.num_experts, self.num_redundant_experts)
+                if missing == "initial"
+                else missing.for_layers(absent).physical_to_logical
+            )
+        return replace(self, physical_to_logical=rows, layer_ids=wanted)
 
     @property
     def num_layers(self) -> int:

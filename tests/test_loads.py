@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from eplb_cli.errors import LoadsError, OutputError
-from eplb_cli.loads import ExpertLoads, Source, concatenate, mix
+from eplb_cli.errors import LoadsError, OutputError, TraceError
+from eplb_cli.loads import ExpertLoads, Source, concatenate, mix, refuse_constant_routing
 
 
 def loads(counts: list[list[list[int]]], **fields: object) -> ExpertLoads:
@@ -38,6 +38,46 @@ def test_the_file_gives_back_what_was_saved(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(read, name), getattr(saved, name))
     for name in ("model", "top_k", "sources", "dropped", "warnings", "phase"):
         assert getattr(read, name) == getattr(saved, name)
+
+
+def test_layers_are_taken_by_id() -> None:
+    three = loads([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]], layer_ids=np.array([2, 5, 9], np.int32))
+    part = three.for_layers([2, 9])
+    assert part.counts.tolist() == [[[1, 2], [5, 6]], [[7, 8], [11, 12]]]
+    assert part.layer_ids.tolist() == [2, 9]
+    with pytest.raises(LoadsError, match=r"the loads lack layers 0, 3-4; they have layers 2, 5, 9"):
+        three.for_layers([0, 2, 3, 4])
+    with pytest.raises(LoadsError, match="not ascending"):
+        three.for_layers([9, 2])
+
+
+class TestConstantRouting:
+    """A recording that was never filled in reads as one expert in every layer."""
+
+    def test_all_layers_on_one_expert_are_refused(self) -> None:
+        dead = loads([[[0, 0, 0], [3, 0, 0], [0, 5, 0]]] * 2, layer_ids=np.array([2, 4, 5], np.int32))
+        with pytest.raises(LoadsError, match="layers 4-5 send everything to a single expert") as caught:
+            refuse_constant_routing(dead)
+        assert (caught.value.layer, caught.value.expert) == (4, 0)
+        assert "monolithic" in str(caught.value)
+        with pytest.raises(TraceError):
+            refuse_constant_routing(dead, TraceError)
+
+    def test_one_such_layer_gets_a_remark(self) -> None:
+        one = loads([[[1, 2], [0, 4]]], layer_ids=np.array([3, 45], np.int32))
+        assert refuse_constant_routing(one) == ["layer 45: all load is on one expert, which no placement can spread"]
+
+    def test_a_window_elsewhere_is_enough(self) -> None:
+        assert refuse_constant_routing(loads([[[4, 0], [4, 0]], [[0, 1], [0, 1]]])) == []
+
+    def test_a_layer_alone_cannot_send_several_ids_to_one_expert(self) -> None:
+        assert len(refuse_constant_routing(loads([[[7, 0]]], top_k=1))) == 1
+        with pytest.raises(LoadsError, match="layer 0 sends everything"):
+            refuse_constant_routing(loads([[[7, 0]]], top_k=2))
+
+    @pytest.mark.parametrize("counts", [[[[0, 0], [0, 0]]], [[[1, 0], [0, 1]]], [[[5], [5]]]])
+    def test_too_little_to_tell_is_let_through(self, counts: list[list[list[int]]]) -> None:
+        refuse_constant_routing(loads(counts))
 
 
 def test_files_may_be_named_by_strings(tmp_path: Path) -> None:

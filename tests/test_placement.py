@@ -188,6 +188,33 @@ def test_the_digest_depends_on_the_map_only() -> None:
     assert a.map_sha256 != placement([[0, 1]], 2, 2, layer_ids=[1]).map_sha256
 
 
+UNEVEN = placement([[2, 0, 1, 2], [0, 1, 2, 0], [1, 2, 0, 1]], 3, 2, layer_ids=[3, 7, 12])
+
+
+def test_rows_are_taken_by_layer_id() -> None:
+    part = UNEVEN.for_layers([3, 12])
+    assert part.physical_to_logical.tolist() == [[2, 0, 1, 2], [1, 2, 0, 1]]
+    assert (part.layer_ids.tolist(), part.num_experts, part.ep_size) == ([3, 12], 3, 2)
+    assert UNEVEN.for_layers(UNEVEN.layer_ids).to_json() == UNEVEN.to_json()
+
+
+def test_layers_that_a_plan_lacks_are_refused_or_get_the_start_layout_or_anothers_rows() -> None:
+    with pytest.raises(PlacementError, match=r"the plan lacks layers 4-5; it has layers 3, 7, 12"):
+        UNEVEN.for_layers([3, 4, 5, 7])
+    start = UNEVEN.for_layers([4, 7, 13], missing="initial")
+    assert start.physical_to_logical.tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 0]]
+    other = placement([[2, 1, 0, 1], [1, 0, 2, 2]], 3, 2, layer_ids=[3, 4])
+    mixed = UNEVEN.for_layers([3, 4, 12], missing=other)
+    assert mixed.physical_to_logical.tolist() == [[2, 0, 1, 2], [1, 0, 2, 2], [1, 2, 0, 1]]
+    with pytest.raises(PlacementError, match="the plan lacks layer 5; it has layers 3-4"):
+        UNEVEN.for_layers([3, 5], missing=other)
+
+
+def test_layers_are_asked_for_in_ascending_order() -> None:
+    with pytest.raises(PlacementError, match="not ascending"):
+        UNEVEN.for_layers([12, 3])
+
+
 def twins(strategy: str | None) -> Placement:
     return placement([[0, 0, 1, 2]], 3, 2, layer_ids=[5], provenance=Provenance(strategy=strategy))
 

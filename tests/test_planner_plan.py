@@ -46,6 +46,7 @@ def test_every_placement_is_legal(experts: int, ranks: int, more: int, windows: 
     if redundant > experts * (ranks - 1):
         redundant = experts * (ranks - 1)
     counts = rng.integers(0, 50, (windows, 2, experts)) * rng.integers(0, 2, (windows, 2, experts))
+    counts[0, 0, :2] += 1
     result = make_plan(loads_from(counts), PlanRequest(ranks, redundant, strategy=strategy, folds=0))  # type: ignore[arg-type]
     placement = result.placement
     assert placement.num_redundant_experts == redundant
@@ -54,6 +55,15 @@ def test_every_placement_is_legal(experts: int, ranks: int, more: int, windows: 
     assert result.balancedness.after <= result.balancedness.bound + 1e-6
     if strategy == "stock":
         assert placement.is_stock_form()
+
+
+def test_loads_that_were_never_filled_in_make_no_plan() -> None:
+    dead = np.zeros((2, 3, 4), np.int64)
+    dead[:, 1:, 2] = 9
+    with pytest.raises(LoadsError, match=r"layers 5, 9 send everything to a single expert.*monolithic"):
+        make_plan(loads_from(dead, [3, 5, 9]), PlanRequest(2))
+    dead[1, 1, 0] = 1
+    assert make_plan(loads_from(dead, [3, 5, 9]), PlanRequest(2)).warnings[0].startswith("layer 9: all load is on one")
 
 
 @pytest.mark.parametrize("strategy", ["windows", "mean", "deepseek", "stock"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_cli.errors import PlacementError
+from eplb_cli.errors import LoadsError, PlacementError
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.placement import Placement
 from eplb_cli.planner import score
@@ -50,6 +50,12 @@ def test_layers_match_by_id_and_the_rest_is_named() -> None:
         "the loads lack layer 3, which the score leaves out",
         "the plan lacks layer 4, which the score leaves out",
     )
+
+
+def test_loads_that_were_never_filled_in_are_not_scored() -> None:
+    dead = ExpertLoads(COUNTS * 0 + np.array([0, 5, 0, 0]), np.array([8, 8]), np.array((2, 4), np.int32))
+    with pytest.raises(LoadsError, match="layers 2, 4 send everything to a single expert"):
+        score(plan((2, 4)), dead)
 
 
 def test_plans_of_another_model_are_refused() -> None:

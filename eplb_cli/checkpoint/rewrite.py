@@ -139,18 +139,8 @@ def complete_placement(placement: Placement, layer_ids: Sequence[int]) -> tuple[
             rule=f"the model's MoE layers are {_ranges(layer_ids)}",
             hint="The plan was made for another model.",
         )
-    rows = {int(layer): row for layer, row in zip(placement.layer_ids, placement.physical_to_logical, strict=True)}
-    missing = tuple(layer for layer in layer_ids if layer not in rows)
-    if not missing:
-        return placement, ()
-    start = Placement.initial(
-        placement.num_experts, placement.num_redundant_experts, placement.ep_size, np.array(layer_ids, np.int32)
-    )
-    table = start.physical_to_logical.copy()
-    for index, layer in enumerate(layer_ids):
-        if layer in rows:
-            table[index] = rows[layer]
-    return replace(placement, physical_to_logical=table, layer_ids=np.array(layer_ids, np.int32)), missing
+    missing = tuple(sorted(known - set(placement.layer_ids.tolist())))
+    return placement.for_layers(layer_ids, missing="initial"), missing
 
 
 def require_convertible(layout: Layout, placement: Placement, *, num_experts: int, num_expert_groups: int) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import PlacementError, UsageError
+from eplb_cli.errors import PlacementError, UsageError, ranges
 from eplb_cli.exports.protocol import Decoded, Engine, Numbering, Table
 from eplb_cli.exports.sidecar import read_sidecar, sidecar_path
 from eplb_cli.loads import ModelShape
-from eplb_cli.metrics import initial_map
 from eplb_cli.placement import MOST_PLAN_BYTES, Placement, Provenance
 from eplb_cli.untrusted import read_file
 
@@ -122,20 +121,10 @@ def _complete(placement: Placement, model: ModelShape | None, warnings: list[str
     if not absent:
         return placement
     warnings.append(f"layers {absent} are not in the plan and get the engine's own start layout")
-    row = initial_map(placement.num_experts, placement.num_redundant_experts)
-    rows = {layer: placement.physical_to_logical[i] for i, layer in enumerate(planned)}
-    layers = list(model.moe_layer_ids)
-    return Placement(
-        np.stack([rows.get(layer, row) for layer in layers]),
-        np.array(layers, np.int32),
-        placement.num_experts,
-        placement.ep_size,
-        placement.num_nodes,
-    )
+    return placement.for_layers(model.moe_layer_ids, missing="initial")
 
 
 def _table(placement: Placement, engine: Engine, model: ModelShape | None) -> Table:
-    rows, layers = placement.physical_to_logical, tuple(placement.layer_ids.tolist())
     if engine.numbering is Numbering.hidden:
         if model is None or model.num_hidden_layers is None:
             raise UsageError(
@@ -143,13 +132,16 @@ def _table(placement: Placement, engine: Engine, model: ModelShape | None) -> Ta
                 rule="a plan holds MoE layers only",
                 hint="Pass --model MODEL.",
             )
+        beyond = placement.layer_ids[placement.layer_ids >= model.num_hidden_layers]
+        if beyond.size:
+            raise PlacementError(
+                f"the plan has {ranges(beyond)}", rule=f"the model has {model.num_hidden_layers} hidden layers"
+            )
         # A dense layer's row is never used, but must cover every expert.
-        whole = np.tile(
-            initial_map(placement.num_experts, placement.num_redundant_experts), (model.num_hidden_layers, 1)
-        )
-        whole[list(layers)] = rows
-        rows, layers = whole, tuple(range(model.num_hidden_layers))
-    return Table(rows, layers, placement.num_experts, placement.ep_size)
+        placement = placement.for_layers(range(model.num_hidden_layers), missing="initial")
+    return Table(
+        placement.physical_to_logical, tuple(placement.layer_ids.tolist()), placement.num_experts, placement.ep_size
+    )
 
 
 def import_placement(content: bytes, engine: Engine, facts: Facts) -> Imported:
@@ -217,22 +209,20 @@ def import_file(path: Path, engine: Engine, facts: Facts) -> Imported:
         facts.ep_size or plan.ep_size,
         facts.num_nodes or plan.num_nodes,
     )
-    found = _only(import_placement(content, engine, completed).placement, plan.layer_ids)
-    if not same_placement(found, plan, engine) or found.num_nodes != plan.num_nodes:
+    found = import_placement(content, engine, completed).placement
+    # An export may have added layers that the model has and the plan lacks.
+    covered = bool(np.isin(plan.layer_ids, found.layer_ids).all())
+    if (
+        not covered
+        or not same_placement(found.for_layers(plan.layer_ids), plan, engine)
+        or found.num_nodes != plan.num_nodes
+    ):
         raise PlacementError(
             "does not say what its sidecar and the given options say",
             file=path,
             hint=f"Remove {sidecar_path(path)} to read the file alone.",
         )
     return Imported(plan, ())
-
-
-def _only(placement: Placement, layer_ids: npt.NDArray[np.int32]) -> Placement:
-    """The plan's own layers: an export may have added layers that the model has and the plan lacks."""
-    keep = np.isin(placement.layer_ids, layer_ids)
-    return replace(
-        placement, physical_to_logical=placement.physical_to_logical[keep], layer_ids=placement.layer_ids[keep]
-    )
 
 
 def _agreed(what: str, who: str, told: int | None, found: int | None) -> int | None:

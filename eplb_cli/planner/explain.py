@@ -28,14 +28,13 @@ def explain_layer(loads: ExpertLoads, placement: Placement, layer_id: int) -> li
     Raises:
         UsageError: the loads have no such layer.
     """
-    at = np.flatnonzero(loads.layer_ids == layer_id)
-    if not at.size:
+    if layer_id not in loads.layer_ids:
         raise UsageError(
             f"layer {layer_id} is not among the loads' layers",
             rule=f"they are {', '.join(map(str, loads.layer_ids.tolist()))}",
         )
-    row = placement.physical_to_logical[np.flatnonzero(placement.layer_ids == layer_id)]
-    counts, ranks = loads.counts[:, at], placement.ep_size
+    row = placement.for_layers([layer_id]).physical_to_logical
+    counts, ranks = loads.for_layers([layer_id]).counts, placement.ep_size
     load = counts.sum((0, 1))
     start: npt.NDArray[np.integer] = row
     strategy = placement.provenance.strategy

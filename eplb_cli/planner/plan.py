@@ -15,7 +15,6 @@ from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.metrics import (
     balancedness,
     balancedness_per_layer,
-    initial_map,
     rank_loads,
 )
 from eplb_cli.placement import Placement, Provenance
@@ -164,7 +163,7 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
 
     Raises:
         UsageError: the request contradicts itself or the loads.
-        LoadsError: the loads hold no window or no layer.
+        LoadsError: the loads hold no window or no layer, or every layer sends everything to one expert.
         PlacementError: the previous plan is of another model, or a model layer set contradicts the loads.
     """
     if not loads.num_windows or not loads.num_layers:
@@ -202,7 +201,9 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
     if strategy == "mean" and topology.ep_size > 1:
         notes.append(remarks.on_mean(loads, topology, request, unseen))
 
-    initial = np.tile(initial_map(topology.num_experts, topology.num_redundant_experts), (loads.num_layers, 1))
+    initial = Placement.initial(
+        topology.num_experts, topology.num_redundant_experts, topology.ep_size, loads.layer_ids
+    ).physical_to_logical
     before, after = (rank_loads(candidate, loads.counts, topology.ep_size) for candidate in (initial, rows))
     per_layer_before, per_layer_after = balancedness_per_layer(before), balancedness_per_layer(after)
     worst = int(per_layer_after.argmin())
@@ -215,13 +216,11 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
         None if unseen is None else round(balancedness(unseen), DIGITS),
         _bound_of(request, bound, strict_bound),
     )
-    layer_ids, all_rows, named = _add_layers_without_loads(
-        loads.layer_ids, rows, initial[0], request.model, request.previous
-    )
+    layer_ids, named = _all_layers(loads, request.model, request.previous)
     warnings.extend(named)
     placement = Placement(
-        all_rows.astype(np.int32),
-        layer_ids,
+        rows.astype(np.int32),
+        loads.layer_ids,
         topology.num_experts,
         topology.ep_size,
         topology.num_nodes,
@@ -239,6 +238,9 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
                 "bound": figures.bound,
             },
         ),
+    ).for_layers(
+        layer_ids,
+        missing="initial" if request.previous is None else request.previous.for_layers(layer_ids, missing="initial"),
     )
     twins = placement.twins()
     if twins:
@@ -298,29 +300,22 @@ def _extra_gib(topology: Topology, request: PlanRequest) -> float | None:
     return round(extra, DIGITS)
 
 
-def _add_layers_without_loads(
-    layer_ids: npt.NDArray[np.int32],
-    rows: IntArray,
-    initial: npt.NDArray[np.int32],
-    model: ModelShape | None,
-    previous: Placement | None,
-) -> tuple[npt.NDArray[np.int32], IntArray, list[str]]:
-    """Rows for layers of the model or the previous plan that the loads lack: as they were, else the initial layout.
-
-    One warning each names them.
-    """
-    planned = set(layer_ids.tolist())
-    kept = {} if previous is None else dict(zip(previous.layer_ids.tolist(), previous.physical_to_logical, strict=True))
+def _all_layers(
+    loads: ExpertLoads, model: ModelShape | None, previous: Placement | None
+) -> tuple[list[int], list[str]]:
+    """The plan's layers: of the loads, the model and the previous plan; one warning each names those without loads."""
+    planned = set(loads.layer_ids.tolist())
+    kept: set[int] = set() if previous is None else set(previous.layer_ids.tolist())
     moe_layers = None if model is None else model.moe_layer_ids
-    foreign = [] if moe_layers is None else sorted((planned | kept.keys()) - set(moe_layers))
+    foreign = [] if moe_layers is None else sorted((planned | kept) - set(moe_layers))
     if foreign and moe_layers is not None:
         source = "loads" if foreign[0] in planned else "rows of the previous plan"
         raise PlacementError(
             f"the {source} are of layers {', '.join(map(str, foreign))}, which are not MoE layers of the model",
             rule=f"its MoE layers are {', '.join(map(str, moe_layers))}",
         )
-    as_before = sorted(kept.keys() - planned)
-    as_initial = sorted(set(moe_layers or ()) - planned - kept.keys())
+    as_before = sorted(kept - planned)
+    as_initial = sorted(set(moe_layers or ()) - planned - kept)
     warnings = [
         f"the loads lack {whose} layer{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}: {outcome}"
         for absent, whose, outcome in (
@@ -333,13 +328,7 @@ def _add_layers_without_loads(
         )
         if absent
     ]
-    more = [*(kept[layer] for layer in as_before), *(initial for _ in as_initial)]
-    if not more:
-        return layer_ids, rows, []
-    all_ids = np.array([*layer_ids.tolist(), *as_before, *as_initial], np.int32)
-    all_rows = np.concatenate([rows, np.array(more, np.int64)])
-    order = np.argsort(all_ids, kind="stable")
-    return all_ids[order], all_rows[order], warnings
+    return sorted(planned | kept | set(moe_layers or ())), warnings
 
 
 def _previous_rows(loads: ExpertLoads, topology: Topology, previous: Placement) -> IntArray:
@@ -361,7 +350,7 @@ def _previous_rows(loads: ExpertLoads, topology: Topology, previous: Placement) 
             f"the previous plan does not fit: {mismatch[0]}",
             rule="moves are counted between plans of one model and topology",
         )
-    return previous.physical_to_logical[np.searchsorted(previous.layer_ids, loads.layer_ids)].astype(np.int64)
+    return previous.for_layers(loads.layer_ids).physical_to_logical.astype(np.int64)
 
 
 def _bounds(loads: ExpertLoads, topology: Topology, request: PlanRequest) -> tuple[float, float | None]:

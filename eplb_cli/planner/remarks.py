@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.loads import ExpertLoads
-from eplb_cli.metrics import balancedness, initial_map, rank_loads
+from eplb_cli.loads import ExpertLoads, refuse_constant_routing
+from eplb_cli.metrics import balancedness, rank_loads
+from eplb_cli.placement import Placement
 from eplb_cli.planner.nodes import NodeOption
 from eplb_cli.planner.placing import cross_validate
 from eplb_cli.planner.request import PlanRequest, Topology
@@ -20,8 +21,12 @@ FEW_ASSIGNMENTS = 100
 
 
 def on_loads(loads: ExpertLoads) -> list[str]:
-    """Warnings of layers without load, and of loads too few to plan from."""
-    warnings: list[str] = []
+    """Warnings of layers without load or with one expert's alone, and of loads too few to plan from.
+
+    Raises:
+        LoadsError: every layer sends everything to one expert (`refuse_constant_routing`).
+    """
+    warnings = refuse_constant_routing(loads)
     total = loads.counts.sum(0)
     empty = loads.layer_ids[~total.any(1)]
     if empty.size:
@@ -48,7 +53,9 @@ def on_initial_layout(loads: ExpertLoads, topology: Topology) -> list[str]:
     doubled, plain = (
         balancedness(
             rank_loads(
-                np.tile(initial_map(topology.num_experts, redundant), (loads.num_layers, 1)),
+                Placement.initial(
+                    topology.num_experts, redundant, topology.ep_size, loads.layer_ids
+                ).physical_to_logical,
                 loads.counts,
                 topology.ep_size,
             )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eplb_cli.errors import PlacementError
-from eplb_cli.loads import ExpertLoads
+from eplb_cli.loads import ExpertLoads, refuse_constant_routing
 from eplb_cli.metrics import balancedness, balancedness_per_layer, max_over_mean, rank_loads
 from eplb_cli.placement import Placement
 
@@ -65,13 +65,14 @@ def score(placement: Placement, loads: ExpertLoads) -> Score:
 
     Raises:
         PlacementError: the two are of different expert counts, or share no layer.
+        LoadsError: every layer sends everything to one expert (`refuse_constant_routing`).
     """
     if placement.num_experts != loads.num_experts:
         raise PlacementError(
             f"the plan places {placement.num_experts} experts, the loads are of {loads.num_experts}",
             rule="a plan and loads must be of one model",
         )
-    shared, in_plan, in_loads = np.intersect1d(placement.layer_ids, loads.layer_ids, return_indices=True)
+    shared = np.intersect1d(placement.layer_ids, loads.layer_ids)
     if not shared.size:
         raise PlacementError("the plan and the loads have no layer in common", rule="layers match by absolute layer id")
     warnings = []
@@ -80,7 +81,9 @@ def score(placement: Placement, loads: ExpertLoads) -> Score:
         if absent.size:
             layers = f"layer{'s' * (absent.size > 1)} {', '.join(map(str, absent.tolist()))}"
             warnings.append(f"the {name} {layers}, which the score leaves out")
-    ranks = rank_loads(placement.physical_to_logical[in_plan], loads.counts[:, in_loads], placement.ep_size)
+    placement, loads = placement.for_layers(shared), loads.for_layers(shared)
+    warnings.extend(refuse_constant_routing(loads))
+    ranks = rank_loads(placement.physical_to_logical, loads.counts, placement.ep_size)
     summed = ranks.sum(0)
     ratios = max_over_mean(ranks)[ranks.mean(-1) > 0]
     if not ratios.size:

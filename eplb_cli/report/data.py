@@ -14,7 +14,7 @@ from eplb_cli.advice import GIB, Advice, Situation, advise, describe_situation
 from eplb_cli.bounds import balancedness_bound
 from eplb_cli.checkpoint import KvCache
 from eplb_cli.errors import PlacementError, UsageError
-from eplb_cli.loads import ExpertLoads
+from eplb_cli.loads import ExpertLoads, refuse_constant_routing
 from eplb_cli.metrics import rank_loads, smallest_redundancy
 from eplb_cli.placement import Placement
 from eplb_cli.planner import STRATEGIES, PlanRequest
@@ -246,6 +246,7 @@ def make_report(
     Raises:
         UsageError: `ep_size` contradicts the first plan, or no placement of this size exists.
         PlacementError: a plan is of other experts, or shares no layer with the loads.
+        LoadsError: every layer sends everything to one expert (`refuse_constant_routing`).
     """
     if plans and ep_size is not None and plans[0].placement.ep_size != ep_size:
         raise UsageError(
@@ -254,9 +255,8 @@ def make_report(
             hint="Leave out --ep-size.",
         )
     shared, warnings = _shared_layers(loads, plans)
-    covered = replace(
-        loads, counts=loads.counts[:, np.isin(loads.layer_ids, shared)], layer_ids=shared.astype(np.int32)
-    )
+    covered = loads.for_layers(shared)
+    warnings.extend(refuse_constant_routing(loads))
     point = _points(loads.num_windows)
     layouts = _layouts(covered, plans, ep_size, profile_sha256, model, point)
     plan = next((layout for layout in layouts if layout.kind == "plan"), None)
@@ -367,7 +367,7 @@ def _layout(
     model: ModelFacts | None,
     point: IntArray,
 ) -> Layout:
-    rows = placement.physical_to_logical[np.isin(placement.layer_ids, loads.layer_ids)]
+    rows = placement.for_layers(loads.layer_ids).physical_to_logical
     mean, peak, per_rank = _measure(rows, loads.counts, placement.ep_size)
     gib, tokens = _cost(placement.num_redundant_experts, placement.ep_size, model)
     return Layout(

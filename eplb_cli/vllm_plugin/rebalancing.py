@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.errors import LoadsError
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.metrics import balancedness, rank_loads
 from eplb_cli.placement import Placement
@@ -98,7 +99,11 @@ class WatchedPolicy:
             max_moves=most,
         )
         window = ExpertLoads(loads[None], np.zeros(1, np.int64), layers)
-        proposal = _within(most, rows, make_plan(window, request).placement.physical_to_logical, loads, self._ep_size)
+        try:
+            planned = make_plan(window, request).placement.physical_to_logical
+        except LoadsError:  # every layer's traffic is on one expert: nothing can be spread
+            return rows
+        proposal = _within(most, rows, planned, loads, self._ep_size)
         before, after = (balancedness(rank_loads(map_, window.counts, self._ep_size)) for map_ in (rows, proposal))
         return proposal if after - before >= self._settings.min_gain else rows
 
