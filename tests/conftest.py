@@ -12,6 +12,12 @@ from typing import Any
 import pytest
 
 from eplb_cli.cli import main
+from tests.ground_rules import (  # noqa: F401 - hooks and a fixture for every test
+    nothing_left_behind,
+    pytest_addoption,
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+)
 from tests.tiny_models import (  # noqa: F401 - session fixtures for every test
     tiny_llama4_multimodal,
     tiny_llama4_per_expert,

@@ -18,7 +18,7 @@ from eplb_cli.vllm_plugin.warm_start import slot_checksums
 from tests.vllm_cpu.engine import free_port
 
 RELEASES = ("0.14.0", "0.18.0", "0.22.0", "0.26.0", "0.30.0", "0.33.0")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "eplb-tests"
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / "vllm"
 
 
 def eplb_code(release: str) -> Path:

@@ -1,0 +1,129 @@
+"""What every test keeps to: in CI none skips unless it may, and none leaves anything behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+__all__ = ["nothing_left_behind", "pytest_addoption", "pytest_make_collect_report", "pytest_runtest_makereport"]
+
+MAY_SKIP = {
+    r"the wheel of vLLM \S+ cannot be fetched": "the package index may be out of reach; no other test asks it",
+}
+"""Reasons of skips that CI accepts, with the reason why."""
+
+LACKS = {
+    "vllm": r"vLLM is not installed|vLLM's CPU build is not installed|could not import 'vllm",
+    "chromium": r"no chromium here",
+    "filesystems": r"mkfs\.\w+ is not installed",
+}
+"""What a machine may say it lacks (`--lacking vllm`), with the reasons of the skips that this explains."""
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+
+SESSION = "EPLB_TEST_SESSION"
+"""Every process that a test starts inherits this variable, and is found by it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lacking", action="append", choices=LACKS, default=[], help="what is not here; without it a skip fails in CI"
+    )
+
+
+def may_skip(reason: str, lacking: list[str]) -> bool:
+    """Whether CI accepts a skip."""
+    return any(re.search(pattern, reason) for pattern in (*MAY_SKIP, *(LACKS[name] for name in lacking)))
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
+    if os.environ.get("CI") != "true" or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not may_skip(reason, config.getoption("lacking")):
+        report.outcome = "failed"
+        report.longrepr = f"In CI a skip is a failure: {reason}\ntests/ground_rules.py lists what may skip."
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    _refuse_skip(report, item.config)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report = yield
+    _refuse_skip(report, collector.config)
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A home and a temporary folder of the session's own; fails when files, mounts, memory or processes are left."""
+    folder = tmp_path_factory.mktemp("session")
+    home, temporary = folder / "home", folder / "tmp"
+    home.mkdir()
+    temporary.mkdir()
+    session = f"{SESSION}={uuid.uuid4().hex}"
+    memory = set(SHARED_MEMORY.iterdir())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "HF_HOME"):
+            patch.delenv(name, raising=False)
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(home / ".cache" / "torch"))  # else in the temporary folder
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        patch.setenv(*session.split("="))
+        yield
+    deadline = time.monotonic() + 5
+    while (processes := _processes(session)) and time.monotonic() < deadline:
+        time.sleep(0.1)  # the last ones are on their way out
+    left = [
+        *(f"process {pid}: {command}" for pid, command in processes.items()),
+        *(f"mount {place}" for place in mounts_below(tmp_path_factory.getbasetemp(), Path("/proc/mounts").read_text())),
+        *(f"in the temporary folder: {path.name}" for path in temporary.iterdir()),
+        *(f"in the home folder: {path.name}" for path in home.iterdir() if path.name != ".cache"),
+        *(f"shared memory {path}" for path in _unused(set(SHARED_MEMORY.iterdir()) - memory)),
+    ]
+    assert not left, "the tests left behind:\n" + "\n".join(sorted(left)[:50])
+
+
+def _processes(session: str) -> dict[int, str]:
+    """Processes whose environment names the session, but this one and Python's own helpers."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if session.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+        except OSError:  # another user's, or gone
+            continue
+    found.pop(os.getpid(), None)
+    return {pid: command for pid, command in found.items() if "multiprocessing.resource_tracker" not in command}
+
+
+def mounts_below(folder: Path, mounts: str) -> list[str]:
+    """Mount points inside `folder`, from the text of /proc/mounts, which writes a space as \\040."""
+    places = [line.split()[1].encode().decode("unicode_escape") for line in mounts.splitlines()]
+    return [place for place in places if Path(place).is_relative_to(folder)]
+
+
+def _unused(segments: set[Path]) -> set[Path]:
+    """Of these segments of shared memory, those that no process has mapped: other programs run, too."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue
+        segments = {path for path in segments if str(path) not in text}
+    return segments
