@@ -5,14 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).parents[1]
-
-pytestmark = pytest.mark.slow
 
 
 def pip(*arguments: str) -> None:
@@ -43,6 +43,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_families_and_no_package_called_models(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "eplb_cli/models/qwen3_moe.toml" in names
@@ -52,6 +53,7 @@ def test_the_wheel_holds_the_families_and_no_package_called_models(wheel: Path) 
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eplb_cli", "eplb"}
 
 
+@pytest.mark.slow
 def test_it_works_beside_a_folder_called_models(python: Path, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").write_text("raise RuntimeError('the wrong models')\n")
@@ -64,8 +66,19 @@ def test_it_works_beside_a_folder_called_models(python: Path, tmp_path: Path) ->
     assert int(done.stdout) == len(list((REPOSITORY / "models").glob("*.toml"))) > 0
 
 
+@pytest.mark.slow
 def test_the_script_answers_from_any_directory(python: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [str(python.parent / "eplb"), "--help"], cwd=tmp_path, check=True, capture_output=True, text=True
     )
     assert "profile routing, plan a placement" in done.stdout
+
+
+def test_ci_tries_the_oldest_versions_that_are_allowed() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    allowed = dict(line.split(">=") for line in [*project["dependencies"], *project["optional-dependencies"]["test"]])
+    lines = (REPOSITORY / "constraints-lowest.txt").read_text().splitlines()
+    tried = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for name, version in allowed.items():
+        pinned = tried[name.lower().replace("_", "-")]
+        assert Version(pinned) == Version(version), f"{name}: make constraints-lowest.txt anew"
