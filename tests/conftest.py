@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,10 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("the shared data folder is not beside this checkout")
     return SHARED_DATA
+
+
+@pytest.fixture
+def needs_vllm() -> None:
+    """Skips where vLLM is not installed; loads nothing of it."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")

@@ -165,6 +165,7 @@ def test_a_dry_run_prints_a_command_to_paste(eplb: Eplb, tiny_qwen3_moe: Path, p
     }
 
 
+@pytest.mark.usefixtures("needs_vllm")
 def test_what_vllm_s_own_parser_refuses_does_not_start(eplb: Eplb, tiny_qwen3_moe: Path, plan: Path) -> None:
     run = eplb("serve", tiny_qwen3_moe, "--plan", plan, "-tp", "2", "--max-modle-len", "256")
     assert (run.code, "refuses the arguments" in run.err, "--max-modle-len" in run.err) == (1, True, True)
@@ -226,6 +227,7 @@ def test_ray_workers_get_the_variables_and_plugins_that_are_named_stay_named(
     assert any("each needs eplb installed" in note for note in run.json["notes"])
 
 
+@pytest.mark.usefixtures("needs_vllm")
 def test_a_port_where_another_server_answers_is_refused(eplb: Eplb, tiny_qwen3_moe: Path, plan: Path) -> None:
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
