@@ -7,19 +7,22 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from eplb_cli.checkpoint.classify import classify
 from eplb_cli.checkpoint.source import Checkpoint
-from eplb_cli.checkpoint.verify import Level, verify
+from eplb_cli.checkpoint.verify import Level, expert_problems, verify
+from eplb_cli.checkpoint.verify_claims import Demand
 from eplb_cli.cli import main
 from eplb_cli.placement import Placement, Provenance
 from tests.checkpoints import (
     FORMS,
+    QUANTISATIONS,
     E,
     Synthetic,
     qwen3_moe,
@@ -29,7 +32,7 @@ from tests.checkpoints import (
     save_plan,
     scattered_rows,
 )
-from tests.verify_mutants import INDEX, MUTANTS, QUANT, Broken, Mutant, NotApplicableError, put_notes
+from tests.verify_mutants import INDEX, MUTANTS, QUANT, Broken, Mutant, NotApplicableError, as_markdown, put_notes
 
 Eplb = Callable[..., Any]
 ROUTER = "model.layers.1.mlp.gate.weight"
@@ -180,6 +183,40 @@ def test_every_change_is_seen_and_named(mutant: Mutant, cases: dict[str, Case], 
             else:
                 assert any(mutant.said in problem for problem in problems), (name, problems)
     assert tried
+
+
+def test_the_page_on_proofs_lists_every_change() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "proofs.md").read_text()
+    listed = page.partition("<!-- mutants -->\n")[2].partition("\n<!-- end of mutants -->")[0]
+    assert listed.strip() == as_markdown(), "run: python -m tests.verify_mutants"
+
+
+PARTS = [(form, part) for form, parts in QUANTISATIONS.items() for part, _, _ in parts(32, 32)]
+
+
+@pytest.mark.parametrize(("form", "part"), PARTS)
+@pytest.mark.parametrize("layout", ["stock", "physical"])
+def test_an_expert_unlike_its_siblings(tmp_path: Path, form: str, part: str, layout: str) -> None:
+    """The proof sees it in the output alone, even where the source is as incomplete."""
+    model = qwen3_moe(form)
+    source = Checkpoint.open(model.save(tmp_path / "model"))
+    classified = classify(source.config, source.tensors, stored_experts=E)
+    rows = random_rows(model.moe_layers, 0)
+    plan = Placement.load(save_plan(tmp_path / "plan.json", rows))
+    demand = Demand(source, classified, plan, (), layout == "physical")
+    assert list(expert_problems(demand, source)) == []
+    name = f"model.layers.2.mlp.experts.3.up_proj.{part}"
+    whole = source.tensors[name]
+    without = {other: entry for other, entry in source.tensors.items() if other != name}
+    lost = list(expert_problems(demand, replace(source, tensors=without)))
+    if part.startswith("input"):
+        assert lost == []
+    else:
+        (problem,) = lost
+        assert "layer 2, expert 3: lacks model.layers.2.mlp.experts.*.up_proj." + part in problem
+    for other in (replace(whole, dtype="BOOL"), replace(whole, shape=(1, *whole.shape))):
+        (problem,) = expert_problems(demand, replace(source, tensors=without | {name: other}))
+        assert f"layer 2, expert 3: model.layers.2.mlp.experts.*.up_proj.{part} is" in problem
 
 
 class Converted:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from tests.checkpoints import E, Tensor, read_safetensors, write_safetensors
 
-__all__ = ["MUTANTS", "Broken", "Mutant", "NotApplicableError"]
+__all__ = ["MUTANTS", "Broken", "Mutant", "NotApplicableError", "as_markdown", "put_notes"]
 
 INDEX = "model.safetensors.index.json"
 PLAN = "eplb_plan.json"
@@ -962,3 +963,24 @@ row(
     lambda m: m.json(PROVENANCE, lambda d: (put(d, "tool_version", "9.9"), put(d, "source.folder", "elsewhere"))),
     None,
 )
+
+
+def as_markdown() -> str:
+    """The table as docs/proofs.md has it."""
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for mutant in MUTANTS:
+        groups.setdefault((mutant.group, mutant.said is None), []).append(mutant.name)
+    parts = [
+        f"**{group[0].upper() + group[1:] if ' ' in group else group}** ({len(names)}, "
+        f"{'all accepted' if accepted else 'all refused'}): {'; '.join(names)}."
+        for (group, accepted), names in groups.items()
+    ]
+    return "\n\n".join(
+        textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False) for part in parts
+    ).replace("__init__.py", "`__init__.py`")
+
+
+if __name__ == "__main__":
+    page = Path(__file__).parents[1] / "docs" / "proofs.md"
+    before, _, rest = page.read_text().partition("<!-- mutants -->\n")
+    page.write_text(f"{before}<!-- mutants -->\n{as_markdown()}\n{rest[rest.index('<!-- end of mutants -->') :]}")

@@ -196,7 +196,9 @@ def _renamed_text(config: ModelConfig, name: str, text: str, slots: Slots) -> st
         stem = token.rstrip(":")
         return _one_name(config, name, stem, slots) + token[len(stem) :]
 
-    return re.sub(r"[^\s'\"\[\]{},]+", mapped, text)
+    # Brackets and commas end a word of a list, but not right behind the experts, where they belong to a pattern.
+    word = r"[^\s'\"\[\]{},]"
+    return re.sub(rf"{word}*experts[\\.*]*[\[{{]\S*|{word}+", mapped, text)
 
 
 def _one_name(config: ModelConfig, name: str, text: str, slots: Slots) -> str:

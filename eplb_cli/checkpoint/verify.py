@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from eplb_cli.checkpoint.verify_files import file_problems, list_files, side_fil
 from eplb_cli.errors import CheckpointError, EplbError, PlacementError
 from eplb_cli.placement import PLAN_FILE, Placement
 
-__all__ = ["Level", "Report", "verify"]
+__all__ = ["Level", "Report", "expert_problems", "verify"]
 
 _BLOCK = 1 << 20
 _CHUNK = 16 << 20
@@ -142,6 +143,7 @@ def verify(
         provenance_problems(demand, folder, origins),
         index_problems(source, output),
         shard_problems(demand, output, origins),
+        expert_problems(demand, output),
         *(side_file_problems(source, output, demand.names, name) for name in source.side_files if name in files),
     ):
         for problem in found:
@@ -243,6 +245,33 @@ class _Comparison:
     origin_shard: str
     origin_offset: int
     length: int
+
+
+def expert_problems(demand: Demand, output: Checkpoint) -> Iterator[str]:
+    """Every expert of a layer has the same parts, of equal number type and shape; activation scales may be missing.
+
+    A source whose own check failed would pass the comparison with itself.
+    """
+    names = demand.names
+    layers: dict[int, dict[int, dict[str, tuple[str, tuple[int, ...]]]]] = {}
+    for name, entry in output.tensors.items():
+        parsed = names.parse(name)
+        if parsed is not None:
+            parts = layers.setdefault(parsed.layer, {}).setdefault(parsed.id, {})
+            parts[parsed.of("*")] = (entry.dtype, entry.shape)
+    for layer, experts in sorted(layers.items()):
+        forms: dict[str, Counter[tuple[str, tuple[int, ...]]]] = {}
+        for parts in experts.values():
+            for part, form in parts.items():
+                forms.setdefault(part, Counter())[form] += 1
+        for expert, parts in sorted(experts.items()):
+            for part, counts in forms.items():
+                usual = counts.most_common(1)[0][0]
+                place = f"{output.folder}, layer {layer}, expert {expert}: "
+                if part not in parts and not any(word in part for word in ("input", "act_", "acts_", "activation")):
+                    yield f"{place}lacks {part}, which others of the layer have"
+                elif parts.get(part, usual) != usual:
+                    yield f"{place}{part} is {parts[part]}, that of others {usual}"
 
 
 def _check_bytes(

@@ -254,11 +254,11 @@ def shard_problems(demand: Demand, output: Checkpoint, origins: Mapping[str, str
     if demand.physical:
         width, names = max(2, len(str(plan.ep_size - 1))), demand.names
         for name, shard in output.shard_of.items():
-            place = names.place(name)
+            expert = names.parse(name)
             rank = (
                 "shared-"
-                if place is None
-                else f"ep{place[1] // plan.slots_per_rank:0{width}d}-of-{plan.ep_size:0{width}d}-"
+                if expert is None
+                else f"ep{expert.id // plan.slots_per_rank:0{width}d}-of-{plan.ep_size:0{width}d}-"
             )
             if not shard.startswith(f"model-{rank}"):
                 yield f"{output.folder / shard}: holds {name}, which belongs to model-{rank}*"

@@ -12,16 +12,20 @@ from typing import Any, NamedTuple
 
 from eplb_cli.untrusted import shown
 
-__all__ = ["ExpertNames"]
+__all__ = ["ExpertName", "ExpertNames"]
 
 
-class _Name(NamedTuple):
-    """A module's name with the expert's id taken out."""
+class ExpertName(NamedTuple):
+    """A module's or tensor's name with the expert's id taken out."""
 
     before: tuple[str, ...]
     layer: int
     id: int
     after: tuple[str, ...]
+
+    def of(self, expert: str) -> str:
+        """The same name of another expert."""
+        return ".".join((*self.before, expert, *self.after))
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,31 @@ class ExpertNames:
         """Whether a text equals the source's but for names of experts, each of which has one id."""
 
         def back(match: re.Match[str]) -> str:
-            name = self._parse(match[0])
+            name = self.parse(match[0])
             if name is None:
                 return match[0]
             row = self.rows[name.layer]
             if name.id >= len(row) or row.count(row[name.id]) != 1:
                 return "?"
-            return ".".join((*name.before, str(row[name.id]), *name.after))
+            return name.of(str(row[name.id]))
 
         return re.sub(r"[A-Za-z0-9_.*]+", back, after) == before
 
-    def place(self, name: str) -> tuple[int, int] | None:
-        """(MoE layer, the output's id) of a name of an expert; None for every other text."""
-        parsed = self._parse(name)
-        return None if parsed is None else (parsed.layer, parsed.id)
+    def parse(self, text: str) -> ExpertName | None:
+        """A name of an expert of a MoE layer; None for every other text."""
+        if not self.rows or "experts." not in text or any(text.startswith(f"{draft}.") for draft in self.drafts):
+            return None
+        parts = text.split(".")
+        layer = -1
+        for at, part in enumerate(parts[:-1]):
+            if part == "layers" and _is_number(parts[at + 1]):
+                layer = int(parts[at + 1])
+            if part == "experts" and layer in self.rows:
+                # The id follows the module, or the projection where that comes first.
+                for place in (at + 1, at + 2):
+                    if place < len(parts) and _is_number(parts[place]):
+                        return ExpertName(tuple(parts[:place]), layer, int(parts[place]), tuple(parts[place + 1 :]))
+        return None
 
     def _object_differences(self, before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> Iterator[str]:
         found: dict[str, list[str]] = {}
@@ -115,45 +130,29 @@ class ExpertNames:
         """The output's ids in entries that all read back as `name`; None where one does not."""
         if any(not isinstance(entry, str) or self._back(entry) != name for entry in entries):
             return None
-        parsed = [self._parse(entry) for entry in entries]
+        parsed = [self.parse(entry) for entry in entries]
         return [index if found is None else found.id for index, found in enumerate(parsed)]
 
     def _copies(self, name: Any) -> int:
         """How often a name of the source stands in the output."""
-        parsed = self._parse(name) if isinstance(name, str) else None
+        parsed = self.parse(name) if isinstance(name, str) else None
         return 1 if parsed is None else self.rows[parsed.layer].count(parsed.id)
 
     def _back(self, name: str) -> str:
         """The source's name for one of the output's."""
-        parsed = self._parse(name)
+        parsed = self.parse(name)
         if parsed is None:
             return name
         row = self.rows[parsed.layer]
         expert = str(row[parsed.id]) if parsed.id < len(row) else "?"
-        return ".".join((*parsed.before, expert, *parsed.after))
+        return parsed.of(expert)
 
     def _wanted(self, name: str) -> str:
-        parsed = self._parse(name)
+        parsed = self.parse(name)
         if parsed is None:
             return shown(name)
         ids = [index for index, expert in enumerate(self.rows[parsed.layer]) if expert == parsed.id]
         return f"{shown(name)} by the ids {ids}"
-
-    def _parse(self, text: str) -> _Name | None:
-        """A name of an expert of a MoE layer; None for every other text."""
-        if not self.rows or "experts." not in text or any(text.startswith(f"{draft}.") for draft in self.drafts):
-            return None
-        parts = text.split(".")
-        layer = -1
-        for at, part in enumerate(parts[:-1]):
-            if part == "layers" and _is_number(parts[at + 1]):
-                layer = int(parts[at + 1])
-            if part == "experts" and layer in self.rows:
-                # The id follows the module, or the projection where that comes first.
-                for place in (at + 1, at + 2):
-                    if place < len(parts) and _is_number(parts[place]):
-                        return _Name(tuple(parts[:place]), layer, int(parts[place]), tuple(parts[place + 1 :]))
-        return None
 
 
 def _is_number(text: str) -> bool:
