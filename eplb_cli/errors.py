@@ -28,18 +28,18 @@ __all__ = [
 ]
 
 
-def ranges(layer_ids: Iterable[int]) -> str:
+def ranges(ids: Iterable[int], word: str = "layer") -> str:
     """`layers 0-3, 5` for 0, 1, 2, 3, 5, ascending; `layer 5` for one; `no layer` for none."""
     runs: list[list[int]] = []
-    for layer in map(int, layer_ids):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
+    for number in map(int, ids):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([layer, layer])
+            runs.append([number, number])
     listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     if not runs:
-        return "no layer"
-    return f"layer {listed}" if runs[0][0] == runs[-1][1] else f"layers {listed}"
+        return f"no {word}"
+    return f"{word} {listed}" if runs[0][0] == runs[-1][1] else f"{word}s {listed}"
 
 
 class EplbError(Exception):

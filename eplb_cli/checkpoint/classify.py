@@ -6,11 +6,14 @@ family stops the run.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
+from eplb_cli.checkpoint.completeness import MoeLayer, require_complete
 from eplb_cli.checkpoint.config import ModelConfig
 from eplb_cli.checkpoint.family import Family
 from eplb_cli.checkpoint.safetensors_file import TensorEntry
@@ -35,7 +38,7 @@ class Role:
 
     Args:
         kind: see Kind.
-        layer: decoder layer, for all but COPY.
+        layer: decoder layer, for all but a COPY that belongs to no experts.
         expert: the id in an EXPERT tensor's name.
         position: which component of an EXPERT tensor's name the id is.
         part: the tensor within its layer or expert, ids left out ("mlp.experts.*.gate_proj.weight").
@@ -61,15 +64,17 @@ class ClassifiedTensors:
         roles: by tensor name.
         fused_layers: MoE layers whose experts are fused tensors; the others are per expert.
         drafts: draft heads whose own experts stay as they are, in order of appearance.
+        warnings: what is missing but may be, or does not agree with the config.
     """
 
     roles: Mapping[str, Role]
     fused_layers: frozenset[int]
     drafts: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def classify(config: ModelConfig, tensors: Mapping[str, TensorEntry], *, stored_experts: int) -> ClassifiedTensors:
-    """Classify every tensor and check each MoE layer for completeness.
+    """Classify every tensor and check the MoE layers for completeness.
 
     Args:
         config: the model.
@@ -77,13 +82,13 @@ def classify(config: ModelConfig, tensors: Mapping[str, TensorEntry], *, stored_
         stored_experts: experts or slots that expert tensors must hold; the model's own count in an ordinary checkpoint.
 
     Raises:
-        CheckpointError: a tensor of a MoE block is covered by no rule, experts or routers are missing, or config and
-            tensors disagree on which layers are MoE.
+        CheckpointError: a tensor of a MoE block is covered by no rule, experts, parts of them or routers are missing or
+            unlike their siblings, or config and tensors disagree on which layers are MoE.
     """
     roles = {name: role_of(config, entry) for name, entry in tensors.items()}
     by_layer: dict[int, list[str]] = {layer: [] for layer in config.shape.moe_layer_ids or ()}
     for name, role in roles.items():
-        if role.kind is not Kind.COPY:
+        if role.layer >= 0:
             by_layer[role.layer].append(name)
     if not any(by_layer.values()):
         family = config.family
@@ -93,13 +98,45 @@ def classify(config: ModelConfig, tensors: Mapping[str, TensorEntry], *, stored_
             file=config.file.parent,
             rule=f"known places: {known}",
         )
-    fused_layers = set()
     for layer, names in by_layer.items():
-        members = {name: roles[name] for name in names}
-        if _check_layer(config, layer, members, tensors, stored_experts):
-            fused_layers.add(layer)
+        _check_layer(config, layer, {name: roles[name] for name in names}, tensors, stored_experts)
+    layers = [_layer(config, layer, names, roles, tensors) for layer, names in by_layer.items()]
+    warnings = require_complete(config, layers, stored_experts)
     drafts = dict.fromkeys(role.draft for role in roles.values() if role.draft is not None)
-    return ClassifiedTensors(roles, frozenset(fused_layers), tuple(drafts))
+    return ClassifiedTensors(roles, frozenset(layer.layer for layer in layers if layer.fused), tuple(drafts), warnings)
+
+
+def _layer(
+    config: ModelConfig,
+    number: int,
+    names: Iterable[str],
+    roles: Mapping[str, Role],
+    tensors: Mapping[str, TensorEntry],
+) -> MoeLayer:
+    """A MoE layer's tensors by expert and part."""
+    layer = MoeLayer(number)
+    for name in names:
+        role = roles[name]
+        if role.kind in (Kind.LOGICAL, Kind.IDS):
+            layer.others[role.part] = tensors[name]
+            layer.routes_by_table |= role.kind is Kind.IDS
+            continue
+        module, part = _module_and_part(role.part, config.family.experts)
+        expert = role.expert if role.kind is Kind.EXPERT else None
+        layer.experts.setdefault(expert, {})[part] = tensors[name]
+        if not layer.module:
+            layer.module = name[: name.index(f".{module}.") + len(module) + 1]
+    if not layer.fused:
+        # Numbers for all experts beside experts of their own.
+        layer.others |= layer.experts.pop(None, {})
+    return layer
+
+
+@cache
+def _module_and_part(part: str, modules: tuple[str, ...]) -> tuple[str, str]:
+    """("mlp.experts", "gate_proj.weight") of "mlp.experts.*.gate_proj.weight"."""
+    module = next(module for module in modules if part.startswith(f"{module}."))
+    return module, ".".join(word for word in part[len(module) + 1 :].split(".") if word != "*")
 
 
 def with_expert(name: str, role: Role, expert: int) -> str:
@@ -165,9 +202,9 @@ def _expert_role(config: ModelConfig, entry: TensorEntry, layer: int, rest: list
         return Role(Kind.EXPERT, layer, expert, at, part)
     if _fused_stem(config.family, tail[0]) is None:
         raise _uncovered(config, entry, layer, "is no expert's and no fused tensor's name")
-    if _elements(entry) == 1:
-        return _COPY
-    return Role(Kind.FUSED, layer, part=".".join(rest))
+    # One number for all experts stays as it is.
+    kind = Kind.COPY if math.prod(entry.shape) == 1 else Kind.FUSED
+    return Role(kind, layer, part=sys.intern(".".join(rest)))
 
 
 def _check_layer(
@@ -176,8 +213,8 @@ def _check_layer(
     members: Mapping[str, Role],
     tensors: Mapping[str, TensorEntry],
     stored_experts: int,
-) -> bool:
-    """Check one MoE layer; True when its experts are fused."""
+) -> None:
+    """Check that a MoE layer has experts, stored one way, rows for all of them, and one router."""
     folder, family, num_experts = config.file.parent, config.family, config.shape.num_experts
     if not any(role.kind in (Kind.EXPERT, Kind.FUSED) for role in members.values()):
         raise CheckpointError(
@@ -214,42 +251,6 @@ def _check_layer(
             layer=layer,
             rule="a layer's experts are stored one way",
         )
-    if fused:
-        stems = {_fused_stem(family, part) for name in fused for part in members[name].part.split(".")}
-        absent = [stem for stem in family.fused if stem not in stems]
-        if absent:
-            raise CheckpointError(f"the fused tensor {absent[0]} is missing", file=folder, layer=layer)
-        return True
-    _check_ids(folder, layer, per_expert.values(), stored_experts, family)
-    return False
-
-
-def _check_ids(folder: object, layer: int, roles: Iterable[Role], stored_experts: int, family: Family) -> None:
-    projections: dict[int, set[str]] = {}
-    for role in roles:
-        found = projections.setdefault(role.expert, set())
-        found.update(part for part in role.part.split(".") if part in family.projections)
-    expected = set().union(*projections.values())
-    for expert in range(stored_experts):
-        lacking = expected - projections.get(expert, set()) if expert in projections else {"all"}
-        if lacking:
-            what = "has no tensors" if expert not in projections else f"lacks {', '.join(sorted(lacking))}"
-            raise CheckpointError(
-                f"the expert {what}",
-                file=str(folder),
-                layer=layer,
-                expert=expert,
-                rule=f"experts 0..{stored_experts - 1} must all be there",
-            )
-    beyond = max(projections)
-    if beyond >= stored_experts:
-        raise CheckpointError(
-            "the files hold such an expert",
-            file=str(folder),
-            layer=layer,
-            expert=beyond,
-            rule=f"by config.json ids are 0..{stored_experts - 1}",
-        )
 
 
 def _layer_of(family: Family, parts: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -273,13 +274,6 @@ def _is_id(text: str) -> bool:
 def _fused_stem(family: Family, component: str) -> str | None:
     """The fused tensor that a component names, alone or with a suffix such as `_scale` or `_blocks`."""
     return next((stem for stem in family.fused if component == stem or component.startswith(f"{stem}_")), None)
-
-
-def _elements(entry: TensorEntry) -> int:
-    count = 1
-    for size in entry.shape:
-        count *= size
-    return count
 
 
 def _uncovered(config: ModelConfig, entry: TensorEntry, layer: int | None, problem: str) -> CheckpointError:

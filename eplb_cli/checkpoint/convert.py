@@ -413,6 +413,7 @@ def prepare(
     if architecture is not None and architecture != shape.architecture:
         warnings.append(f"the plan was made for {architecture}, the model is {shape.architecture}")
     classified = classify(source.config, source.tensors, stored_experts=shape.num_experts)
+    warnings += classified.warnings
     files = rewrite(source, classified, complete, layout, max_shard_bytes=max_shard_bytes)
     for shard in files.shards:
         for piece in shard.pieces:

@@ -50,6 +50,7 @@ def verify(
     """Prove that every tensor of OUT is the source's bytes that the plan names; exit code 1 when it is not."""
     from rich.text import Text
 
+    from eplb_cli.checkpoint.classify import classify
     from eplb_cli.checkpoint.source import Checkpoint
     from eplb_cli.checkpoint.verify import Level
     from eplb_cli.checkpoint.verify import verify as prove
@@ -58,9 +59,12 @@ def verify(
     console = Console(output_format)
     placement = None if plan is None else Placement.load(plan)
     checkpoint = Checkpoint.open(source)
+    classified = classify(checkpoint.config, checkpoint.tensors, stored_experts=checkpoint.config.shape.num_experts)
+    for warning in classified.warnings:
+        console.warn(warning)
     total = sum(entry.nbytes for entry in checkpoint.tensors.values()) if level is LevelName.full else None
     with console.transfer("comparing", total) as advance:
-        report = prove(checkpoint, output, placement, Level(level.value), progress=advance)
+        report = prove(checkpoint, output, placement, Level(level.value), classified=classified, progress=advance)
     verdict = "right" if report.ok else "WRONG"
     shown = list(report.problems[:MOST_SHOWN])
     if len(report.problems) > MOST_SHOWN:
