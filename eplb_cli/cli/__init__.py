@@ -24,6 +24,7 @@ COMMANDS: tuple[str, ...] = (
     "profile",
     "plan",
     "score",
+    "replay",
     "convert",
     "verify",
     "serve",

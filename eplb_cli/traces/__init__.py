@@ -2,6 +2,17 @@
 
 from eplb_cli.traces.pipeline import Profile
 from eplb_cli.traces.protocol import Counters, RankDumps, ReadOptions
-from eplb_cli.traces.registry import READERS, read_traces
+from eplb_cli.traces.registry import READERS, open_recordings, read_traces
+from eplb_cli.traces.tokens import RecordedTokens, recorded_tokens
 
-__all__ = ["READERS", "Counters", "Profile", "RankDumps", "ReadOptions", "read_traces"]
+__all__ = [
+    "READERS",
+    "Counters",
+    "Profile",
+    "RankDumps",
+    "ReadOptions",
+    "RecordedTokens",
+    "open_recordings",
+    "read_traces",
+    "recorded_tokens",
+]

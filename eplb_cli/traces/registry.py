@@ -31,7 +31,7 @@ from eplb_cli.traces.vllm_load_stats import VllmLoadStatsReader
 from eplb_cli.traces.vllm_responses import VllmResponseReader
 from eplb_cli.traces.vllm_routes import VllmRoutesReader
 
-__all__ = ["READERS", "read_traces"]
+__all__ = ["READERS", "open_recordings", "read_traces"]
 
 READERS: tuple[Reader, ...] = (
     EplbRecordingReader(),
@@ -72,6 +72,24 @@ def read_traces(
 ) -> Profile:
     """Read files and folders of recorders into one profile.
 
+    Raises:
+        TraceError: as `open_recordings`, or a file breaks a rule of its format or of all formats.
+        UsageError: as `open_recordings`.
+    """
+    recordings = open_recordings(paths, options, trace_format=trace_format, advance=advance, expect=expect)
+    return collect(recordings, options)
+
+
+def open_recordings(
+    paths: Sequence[Path],
+    options: ReadOptions,
+    *,
+    trace_format: str = "auto",
+    advance: Callable[[int], None] = lambda _: None,
+    expect: Callable[[int], None] = lambda _: None,
+) -> list[tuple[Reader, Recording]]:
+    """Find the reader of every file, and put the files of one reader and folder together.
+
     Args:
         paths: in the order their windows are to have; a folder stands for its files in natural order.
         options: what the user says about them.
@@ -79,7 +97,7 @@ def read_traces(
         advance: told of bytes read; expect: told once of the bytes there are.
 
     Raises:
-        TraceError: a file cannot be read, is of no known recorder, or breaks a rule.
+        TraceError: a file cannot be read, or is of no known recorder.
         UsageError: an unknown format, or an option that contradicts the traces.
     """
     chosen = None if trace_format == "auto" else _reader_named(trace_format)
@@ -108,7 +126,7 @@ def read_traces(
     _keep_replicas_once(recordings, options)
     recordings = [(reader, recording) for reader, recording in recordings if recording.files]
     expect(sum(recording.size for _, recording in recordings))
-    return collect(recordings, options)
+    return recordings
 
 
 def _files(paths: Sequence[Path], advance: Callable[[int], None]) -> Iterator[TraceFile]:
