@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import EplbError, LoadsError, ranges
 from eplb_cli.files import atomic_write
+from eplb_cli.tensors import read_tensors, write_tensors
+from eplb_cli.untrusted import open_file, parse_json, shown
 
 __all__ = ["PHASES", "ExpertLoads", "ModelShape", "Source", "concatenate", "mix", "refuse_constant_routing"]
 
@@ -22,6 +25,10 @@ VERSION = 1
 METADATA_KEY = "eplb_profile"
 MOST = 2**62
 """Sums stay below it, so that no figure made from counts overflows 64 bits."""
+MOST_BYTES = 64 << 30
+"""Largest profile file that is read."""
+MOST_EXPERTS_IN_LAYERS = 2**24
+"""Largest L x E: what is summed over windows must fit into memory, however few windows there are."""
 PHASES = ("all", "prefill", "decode")
 """Names of the codes in `ExpertLoads.window_phase`; "all" is traffic whose phase is mixed or unknown."""
 
@@ -71,7 +78,7 @@ class ExpertLoads:
         sources, dropped (reason -> assignments or rows left out), warnings: what was read and what was not.
 
     Raises:
-        LoadsError: shapes disagree, a count is negative, or counts add up to 2^62 or more.
+        LoadsError: shapes disagree, a count is negative, counts add up to 2^62 or more, or `top_k` exceeds E.
     """
 
     counts: npt.NDArray[np.int64]
@@ -91,7 +98,13 @@ class ExpertLoads:
             raise LoadsError(
                 f"counts are {counts.dtype} {list(counts.shape)}", rule="they must be int64 [windows, layers, experts]"
             )
-        windows, layers, _ = counts.shape
+        windows, layers, experts = counts.shape
+        if layers * experts > MOST_EXPERTS_IN_LAYERS:
+            raise LoadsError(
+                f"counts are of {layers:,} layers x {experts:,} experts", rule=f"at most {MOST_EXPERTS_IN_LAYERS:,}"
+            )
+        if self.top_k is not None and not 1 <= self.top_k <= max(experts, 1):
+            raise LoadsError(f"top_k is {self.top_k}", rule=f"it is 1 to {experts}, the number of experts")
         if self.window_ids.size == 0:
             object.__setattr__(self, "window_ids", np.arange(windows, dtype=np.int64))
         if self.window_phase.size == 0:
@@ -107,8 +120,11 @@ class ExpertLoads:
                     f"{name} is {array.dtype} {list(array.shape)}",
                     rule=f"with counts {list(counts.shape)} it must be {np.dtype(dtype).name} [{length}]",
                 )
-        if layers and not (np.diff(self.layer_ids) > 0).all():
-            raise LoadsError(f"layer_ids {self.layer_ids.tolist()} are not ascending", rule="each layer appears once")
+        if layers and (self.layer_ids[0] < 0 or not (np.diff(self.layer_ids) > 0).all()):
+            raise LoadsError(
+                f"layer_ids {shown(self.layer_ids.tolist())} are not ascending from 0 on",
+                rule="each layer appears once",
+            )
         if counts.size and counts.min() < 0:
             window, layer, expert = (int(i) for i in np.argwhere(counts < 0)[0])
             raise LoadsError(
@@ -201,7 +217,7 @@ class ExpertLoads:
             "window_phase": self.window_phase,
         }
         with atomic_write(Path(path), replace=replace) as stream:
-            _write_safetensors(stream, tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)})
+            write_tensors(stream, tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
@@ -210,75 +226,98 @@ class ExpertLoads:
         Raises:
             LoadsError: there is no such file, it is not a profile, its version is newer, or it breaks a rule.
         """
-        from safetensors import SafetensorError, safe_open
-
         path = Path(path)
-        hint = f"Make one with: eplb profile {path} -o loads.safetensors"
         if path.is_dir():
-            raise LoadsError("is a folder, not an eplb profile", file=path, hint=hint)
+            raise LoadsError("is a folder, not an eplb profile", file=path, hint=_make_one(path))
+        with open_file(path, LoadsError, most_bytes=MOST_BYTES) as stream:
+            try:
+                arrays, metadata = read_tensors(stream, LoadsError)
+            except LoadsError as error:
+                raise LoadsError(f"is not an eplb profile ({error})", file=path, hint=_make_one(path)) from None
+        if METADATA_KEY not in metadata:
+            raise LoadsError("is not an eplb profile (its metadata do not say so)", file=path, hint=_make_one(path))
         try:
-            with safe_open(path, framework="numpy") as reader:
-                header = _header(path, reader.metadata() or {}, hint)
-                arrays = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-        except FileNotFoundError:
-            raise LoadsError("no such file", file=path) from None
-        except (SafetensorError, OSError) as error:
-            raise LoadsError(f"is not an eplb profile ({error})", file=path, hint=hint) from error
-        missing = {"counts", "tokens", "layer_ids"} - arrays.keys()
-        unknown = arrays.keys() - {"counts", "tokens", "layer_ids", "window_ids", "window_phase"}
-        if missing or unknown:
-            raise LoadsError(
-                f"lacks the tensors {sorted(missing)}" if missing else f"holds unknown tensors {sorted(unknown)}",
-                file=path,
-            )
-        try:
-            return cls(
-                **arrays,
-                model=header.get("model"),
-                top_k=header.get("top_k"),
-                sources=tuple(Source(**source) for source in header.get("sources", ())),
-                dropped=header.get("dropped", {}),
-                warnings=tuple(header.get("warnings", ())),
-            )
+            phase, header = _header(metadata)
+            loads = cls(**_profile_arrays(arrays), **header)
+            if phase not in (None, loads.phase):
+                raise LoadsError(f"is of phase {phase}", rule=f"its windows are of phase {loads.phase}")
+            return loads
         except LoadsError as error:
             error.file = str(path)
             raise
-        except TypeError as error:
-            raise LoadsError(f"has a damaged header ({error})", file=path) from error
 
 
-def _write_safetensors(stream: BinaryIO, tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> None:
-    """Write arrays straight from memory: the library's own writer would hold two more copies of the counts."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each starts at a multiple of its size
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name in names:
-        array = tensors[name]
-        dtype = {"i": "I", "u": "U"}[array.dtype.kind] + str(8 * array.itemsize)
-        entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-        offset += array.nbytes
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    stream.write(len(header).to_bytes(8, "little") + header)
-    for name in names:
-        array = np.ascontiguousarray(tensors[name], tensors[name].dtype.newbyteorder("<"))
-        stream.write(array.reshape(-1).view(np.uint8).data)
+def _make_one(path: Path) -> str:
+    return f"Make one with: {shlex.join(['eplb', 'profile', str(path), '-o', 'loads.safetensors'])}"
 
 
-def _header(path: Path, metadata: Mapping[str, str], hint: str) -> dict[str, Any]:
-    try:
-        header = json.loads(metadata.get(METADATA_KEY, "null"))
-    except json.JSONDecodeError:
-        header = None
+def _profile_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a profile; those of windows may be absent, but not empty where there are windows."""
+    missing = {"counts", "tokens", "layer_ids"} - arrays.keys()
+    unknown = arrays.keys() - {"counts", "tokens", "layer_ids", "window_ids", "window_phase"}
+    if missing or unknown:
+        raise LoadsError(
+            f"lacks the tensors {sorted(missing)}" if missing else f"holds unknown tensors {shown(sorted(unknown))}"
+        )
+    for name in arrays.keys() & {"window_ids", "window_phase"}:
+        if arrays[name].shape != arrays["counts"].shape[:1]:
+            raise LoadsError(
+                f"{name} is {arrays[name].dtype} {list(arrays[name].shape)}",
+                rule=f"counts are {list(arrays['counts'].shape)}, so it needs one entry for each window",
+            )
+    return arrays
+
+
+def _header(metadata: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
+    """The phase and the arguments of ExpertLoads that a profile's metadata hold."""
+    header = parse_json(metadata[METADATA_KEY], LoadsError)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise LoadsError("is not an eplb profile (its metadata does not say so)", file=path, hint=hint)
+        raise LoadsError(f"is not an eplb profile: its header does not say {FORMAT}")
     version = header.get("version")
-    if version != VERSION:
-        raise LoadsError(f"has profile version {version}", file=path, rule=f"this eplb reads version {VERSION}")
+    if type(version) is not int or version != VERSION:
+        raise LoadsError(f"has profile version {shown(version)}", rule=f"this eplb reads version {VERSION}")
     unknown = header.keys() - _HEADER_KEYS
     if unknown:
-        raise LoadsError(f"has unknown header keys {sorted(unknown)}", file=path, rule=f"known: {sorted(_HEADER_KEYS)}")
-    return header
+        raise LoadsError(f"has unknown header keys {shown(sorted(unknown))}", rule=f"known: {sorted(_HEADER_KEYS)}")
+
+    def typed(key: str, fits: Callable[[Any], bool], rule: str, default: Any) -> Any:
+        value = header.get(key, default)
+        if not fits(value):
+            raise LoadsError(f"has a damaged header: `{key}` is {shown(value)}", rule=f"it must be {rule}")
+        return value
+
+    def is_source(value: Any) -> bool:
+        names = {"name", "sha256", "reader"}
+        return isinstance(value, dict) and value.keys() == names and all(isinstance(v, str) for v in value.values())
+
+    phase = typed("phase", lambda value: value is None or value in PHASES, f"one of {', '.join(PHASES)}", None)
+    return phase, {
+        "model": typed("model", lambda value: value is None or isinstance(value, str), "text or null", None),
+        "top_k": typed("top_k", lambda value: value is None or type(value) is int, "a whole number or null", None),
+        "sources": tuple(
+            Source(**source)
+            for source in typed(
+                "sources",
+                lambda value: isinstance(value, list) and all(map(is_source, value)),
+                "a list of {name, sha256, reader}, all text",
+                [],
+            )
+        ),
+        "dropped": typed(
+            "dropped",
+            lambda value: isinstance(value, dict) and all(type(v) is int and 0 <= v < MOST for v in value.values()),
+            "numbers >= 0 by reason",
+            {},
+        ),
+        "warnings": tuple(
+            typed(
+                "warnings",
+                lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value),
+                "a list of texts",
+                [],
+            )
+        ),
+    }
 
 
 def refuse_constant_routing(loads: ExpertLoads, error: type[EplbError] = LoadsError) -> list[str]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.errors import EplbError
+
 __all__ = [
+    "MOST_CELLS",
     "balancedness",
     "balancedness_per_layer",
     "initial_map",
@@ -17,8 +20,12 @@ __all__ = [
     "rank_loads",
     "rank_shares",
     "replica_counts",
+    "require_table",
     "smallest_redundancy",
 ]
+
+MOST_CELLS = 2**27
+"""Largest L x E x G: tables of that size are made. 128 layers of 1,024 experts on 1,024 ranks have as many."""
 
 IntArray = npt.NDArray[np.integer]
 FloatArray = npt.NDArray[np.float64]
@@ -29,6 +36,19 @@ def initial_map(num_experts: int, num_redundant_experts: int) -> npt.NDArray[np.
     return np.concatenate(
         [np.arange(num_experts), np.arange(num_redundant_experts) % num_experts], dtype=np.int32, casting="unsafe"
     )
+
+
+def require_table(layers: int, experts: int, ranks: int, error: type[EplbError]) -> None:
+    """Refuse sizes whose tables [L, E, G] do not fit into memory.
+
+    Raises:
+        EplbError: of the given kind.
+    """
+    if layers * max(experts, 1) * max(ranks, 1) > MOST_CELLS:
+        raise error(
+            f"{layers:,} layers x {experts:,} experts x {ranks:,} ranks or copies",
+            rule=f"at most {MOST_CELLS:,} fit into memory",
+        )
 
 
 def smallest_redundancy(num_experts: int, ep_size: int) -> int:

@@ -19,15 +19,15 @@ import numpy.typing as npt
 
 from eplb_cli.errors import PlacementError, ranges
 from eplb_cli.files import atomic_write
-from eplb_cli.metrics import initial_map, replica_counts
-from eplb_cli.untrusted import parse_json, read_file
+from eplb_cli.metrics import initial_map, replica_counts, require_table
+from eplb_cli.untrusted import parse_json, read_file, shown
 
 __all__ = ["MOST_PLAN_BYTES", "PLAN_FILE", "Placement", "Provenance"]
 
 FORMAT = "eplb-plan"
 VERSION = 1
-MOST_PLAN_BYTES = 256 << 20
-"""Largest plan file that is read: 1,000 layers of 10,000 slots have 60 MB."""
+MOST_PLAN_BYTES = 64 << 20
+"""Largest plan file that is read: 1,000 layers of 10,000 slots have 60 MB, and some twenty times that as objects."""
 PLAN_FILE = "eplb_plan.json"
 """Name of the plan inside a converted checkpoint."""
 
@@ -68,7 +68,7 @@ class Placement:
 
     Raises:
         PlacementError: an id is out of range, an expert is missing from a layer, P does not divide over the ranks,
-            or layers are not ascending.
+            layers are not ascending, or sizes are beyond any model's (`metrics.MOST_CELLS`).
     """
 
     physical_to_logical: npt.NDArray[np.int32]
@@ -85,6 +85,9 @@ class Placement:
                 f"physical_to_logical is {rows.dtype} {list(rows.shape)}", rule="it must be int32 [L, P]"
             )
         layers, slots = rows.shape
+        require_table(layers, experts, ranks, PlacementError)
+        if experts > slots:
+            raise PlacementError(f"{experts} experts in {slots} slots", rule="each needs at least one")
         if experts < 1 or ranks < 1 or self.num_nodes < 1:
             raise PlacementError(f"experts={experts}, ep_size={ranks}, nodes={self.num_nodes}", rule="all must be >= 1")
         if slots % ranks:
@@ -97,7 +100,7 @@ class Placement:
             )
         if layers and (self.layer_ids[0] < 0 or not (np.diff(self.layer_ids) > 0).all()):
             raise PlacementError(
-                f"layer ids {self.layer_ids.tolist()} are not ascending", rule="each layer appears once"
+                f"layer ids {shown(self.layer_ids.tolist())} are not ascending", rule="each layer appears once"
             )
         outside = np.argwhere((rows < 0) | (rows >= experts))
         if outside.size:
@@ -108,7 +111,9 @@ class Placement:
                 rank=slot // (slots // ranks),
                 rule=f"experts are 0..{experts - 1}",
             )
-        absent = np.argwhere(replica_counts(rows, experts) == 0)
+        copies = replica_counts(rows, experts)
+        require_table(layers, experts, int(copies.max(initial=0)), PlacementError)
+        absent = np.argwhere(copies == 0)
         if absent.size:
             layer, expert = (int(i) for i in absent[0])
             raise PlacementError(
@@ -305,7 +310,7 @@ class Placement:
             )
         version = document.get("version")
         if version != VERSION or type(version) is not int:
-            found = "no plan version" if version is None else f"plan version {version!r}"
+            found = "no plan version" if version is None else f"plan version {shown(version)}"
             raise PlacementError(f"has {found}", rule=f"this eplb reads version {VERSION}")
         _check_keys(document, _KEYS, "the plan")
         model = _section(document, "model", _MODEL_KEYS)
@@ -333,9 +338,9 @@ class Placement:
             if abs(widest) >= 2**31:
                 raise PlacementError(f"holds expert {widest}", layer=entry["layer_id"], rule="experts fit in 32 bits")
         for index, entry in enumerate(layers):
-            if entry.get("moe_index", index) != index:
+            if type(moe_index := entry.get("moe_index", index)) is not int or moe_index != index:
                 raise PlacementError(
-                    f"moe_index is {entry['moe_index']}", layer=entry["layer_id"], rule=f"it must be {index}"
+                    f"moe_index is {shown(entry['moe_index'])}", layer=entry["layer_id"], rule=f"it must be {index}"
                 )
         figures = _optional(document, "balancedness", dict) or {}
         _check_keys(figures, _FIGURE_KEYS, "`balancedness`")
@@ -381,7 +386,7 @@ def _check_keys(mapping: Mapping[str, Any], known: set[str], what: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             raise PlacementError(
-                f"{what} has the unknown key {key!r}",
+                f"{what} has the unknown key {shown(key)}",
                 rule=f"did you mean {near[0]!r}?" if near else f"known: {sorted(known)}",
             )
 
@@ -397,7 +402,7 @@ def _section(document: Mapping[str, Any], key: str, known: set[str]) -> dict[str
 def _integer(mapping: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = mapping.get(key, default)
     if type(value) is not int or not 0 <= value < 2**31:
-        raise PlacementError(f"`{key}` is {value!r}", rule="it must be an integer >= 0 that fits in 32 bits")
+        raise PlacementError(f"`{key}` is {shown(value)}", rule="it must be an integer >= 0 that fits in 32 bits")
     return value
 
 
@@ -405,5 +410,5 @@ def _optional(mapping: Mapping[str, Any], key: str, *kinds: type) -> Any:
     value = mapping.get(key)
     if value is not None and type(value) not in kinds:
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise PlacementError(f"`{key}` is {value!r}", rule=f"it must be {expected}, or null")
+        raise PlacementError(f"`{key}` is {shown(value)}", rule=f"it must be {expected}, or null")
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_tensors
 
 from eplb_cli.errors import PlacementError, UsageError
-from eplb_cli.exports import ENGINES, Facts, export_placement, import_placement, same_placement
+from eplb_cli.exports import (
+    ENGINES,
+    Facts,
+    export_placement,
+    import_file,
+    import_placement,
+    same_placement,
+    sidecar_of,
+    sidecar_path,
+)
 from eplb_cli.loads import ModelShape
 from eplb_cli.metrics import initial_map
 from eplb_cli.placement import Placement
@@ -143,7 +153,7 @@ class TestTensorrtLlm:
             import_placement(content, ENGINES["tensorrt-llm"], Facts(ep_size=4))
 
     def test_yaml_never_builds_objects(self) -> None:
-        with pytest.raises(PlacementError, match="is not YAML"):
+        with pytest.raises(PlacementError, match="holds an anchor, an alias or a tag"):
             import_placement(b"!!python/object/apply:os.getcwd []", ENGINES["tensorrt-llm"], Facts(ep_size=4))
 
 
@@ -355,6 +365,135 @@ def test_facts_that_contradict_the_file_are_refused() -> None:
         import_placement(content, ENGINES["vllm-ascend"], Facts(layer_ids=(1, 2)))
 
 
+def npy(header: str, data: bytes = b"", version: bytes = b"\x01\x00") -> bytes:
+    text = header.encode() + b"\n"
+    width = 2 if version[:1] == b"\x01" else 4
+    return b"\x93NUMPY" + version + len(text).to_bytes(width, "little") + text + data
+
+
+NPY = "{'descr': '<i4', 'fortran_order': False, 'shape': (2, 1, 2), }"
+YAML = "num_slots: 2\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("omni-infer", npy(NPY.replace("2, 1, 2", "999999999, 999999999, 999999999")), "holds 0 bytes of int32"),
+        ("omni-infer", npy(NPY, bytes(12)), "holds 12 bytes"),
+        ("omni-infer", npy(NPY, bytes(20)), "holds 20 bytes"),
+        ("omni-infer", npy(NPY.replace("2, 1, 2", "0, 1, 2")), "holds 0 bytes"),
+        ("omni-infer", npy(NPY.replace("2, 1, 2", "2, 2"), bytes(16)), "is no .npy file of an integer array"),
+        ("omni-infer", npy(NPY.replace("<i4", "|O"), bytes(16)), "is no .npy file of an integer array"),
+        ("omni-infer", npy(NPY.replace("<i4", "<f4"), bytes(16)), "is no .npy file of an integer array"),
+        ("omni-infer", npy("{" * 5000), "is no .npy file"),
+        ("omni-infer", b"PK\x03\x04", "is no .npy file"),
+        ("omni-infer", b"", "is no .npy file"),
+        ("omni-infer", npy(NPY, np.array([1, 0, 0, 2], "<i4").tobytes()), "holds 2; a pattern is zeros and ones"),
+        ("omni-infer", npy(NPY, np.array([1, 0, -1, 1], "<i4").tobytes()), "holds -1; a pattern is zeros and ones"),
+        ("omni-infer", npy(NPY, bytes(16)), "MoE layer 0 has 0 slots"),
+        ("tensorrt-llm", f"{YAML} 1: &a [0, 1]\n 2: *a\n", "row 4: holds an anchor, an alias or a tag"),
+        ("tensorrt-llm", f"{YAML} 1: !!set {{0, 1}}\n", "holds an anchor, an alias or a tag"),
+        ("tensorrt-llm", f"{YAML} 1: [0, 1]\n 1: [1, 0]\n", "has the key 1 twice"),
+        ("tensorrt-llm", f"{YAML} [1]: [0, 1]\n", "has the key"),
+        ("tensorrt-llm", f"{YAML} x: [0, 1]\n", "no mapping of layer numbers"),
+        ("tensorrt-llm", f"{YAML} 1000000000000: [0, 1]\n", "a layer is 1000000000000"),
+        ("tensorrt-llm", f"{YAML} -1: [0, 1]\n", "a layer is -1"),
+        ("tensorrt-llm", f"{YAML} 1: [0, 0x1]\n", "no list of whole numbers"),
+        ("tensorrt-llm", f"{YAML} 1: [0, '1']\n", "no list of whole numbers"),
+        ("tensorrt-llm", f"{YAML} 1: [0, {'9' * 5000}]\n", "no list of whole numbers"),
+        ("tensorrt-llm", f"{YAML} 1: [0, 1]\n3: 1\nx: 2\n", r"unknown keys \[3, 'x'\]"),
+        ("tensorrt-llm", f"{YAML} 1: [0, 1]\n---\na\n", "holds 2 YAML documents"),
+        ("tensorrt-llm", "[" * 9999, "is not YAML"),
+        ("tensorrt-llm", "[" * 99 + "]" * 99, "nested too deep"),
+        ("tensorrt-llm", b"\xff\x00", "is not YAML"),
+        ("tensorrt-llm", "", "holds 0 YAML documents"),
+        ("vllm-list", "[[0, 4294967296]]", "row 0 holds 4294967296; ids fit in 32 bits"),
+        ("vllm-list", "[[0, 2147483648]]", "row 0 holds 2147483648; ids fit in 32 bits"),
+        ("vllm-list", "[" * 9999, "nested too deep"),
+        ("vllm-list", f"[[{'9' * 5000}]]", "5,000 digits"),
+        ("sglang", "[]", "not an object"),
+        ("sglang", '{"physical_to_logical_map": {}}', "no list of rows"),
+        ("vllm-jsonl", '{"record_type": []}', "lacks"),
+        ("deepseek", b"\xff" * 9, "is not safetensors"),
+        ("deepseek", b"", "is not safetensors"),
+    ],
+)
+def test_files_that_lie_are_refused(name: str, content: bytes | str, message: str) -> None:
+    raw = content if isinstance(content, bytes) else content.encode()
+    with pytest.raises(PlacementError, match=message):
+        import_placement(raw, ENGINES[name], Facts(ep_size=2))
+
+
+@pytest.mark.parametrize("version", [b"\x01\x00", b"\x02\x00", b"\x03\x00"])
+def test_every_version_and_order_of_npy_is_read(version: bytes) -> None:
+    pattern = np.array([[[1, 0, 1], [1, 1, 0]], [[0, 1, 1], [0, 1, 1]]], "<i4")
+    facts = Facts(layer_ids=(3, 8))
+    wanted = [[0, 2, 1, 2], [0, 1, 1, 2]]
+    header = NPY.replace("2, 1, 2", "2, 2, 3")
+    for order in "CF":
+        content = npy(header.replace("False", str(order == "F")), pattern.tobytes(order), version)  # type: ignore[arg-type]
+        placed = import_placement(content, ENGINES["omni-infer"], facts).placement
+        assert placed.physical_to_logical.tolist() == wanted
+
+
+def test_rows_follow_their_layers_in_whatever_order_the_file_has_them() -> None:
+    content = f"{YAML} 7: [0, 1]\n 2: [1, 0]\n".encode()
+    imported = import_placement(content, ENGINES["tensorrt-llm"], Facts(ep_size=2)).placement
+    assert imported.layer_ids.tolist() == [2, 7]
+    assert imported.physical_to_logical.tolist() == [[1, 0], [0, 1]]
+
+
+def test_layers_told_in_another_order_take_their_rows_along() -> None:
+    told = Facts(layer_ids=(7, 2), ep_size=2)
+    imported = import_placement(b"[[0, 1], [1, 0]]", ENGINES["vllm-list"], told).placement
+    assert (imported.layer_ids.tolist(), imported.physical_to_logical.tolist()) == ([2, 7], [[1, 0], [0, 1]])
+
+
+@pytest.mark.parametrize("name", ["vllm-ascend", "mindie"])
+def test_the_count_of_layers_is_the_files(name: str) -> None:
+    document = json.loads(written(name))
+    for count in (2, 4):
+        document["moe_layer_count"] = count
+        with pytest.raises(PlacementError, match=f"moe_layer_count is {count}; layer_list has 3 layers"):
+            import_placement(json.dumps(document).encode(), ENGINES[name], Facts())
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("sglang", "--init-expert-location 'a b;c.json' --ep-num-redundant-experts 4"),
+        ("rtp-llm", "phy2log_path = 'a b;c.json', 4 redundant experts"),
+        ("omni-infer", "pattern_path: 'a b;c.json', max_moe_layer_num: 3"),
+        ("tensorrt-llm", 'moe_config: {load_balancer: "a b;c.json"}  # with ep_size 4'),
+        (
+            "vllm-ascend",
+            """--additional-config '{"eplb_config": {"expert_map_path": "a b;c.json"}}'  """
+            "# an absolute path, at 4 EP ranks",
+        ),
+        ("mindie", '"eplb": {"level": 1, "expert_map_file": "a b;c.json"}  # an absolute path, at 4 ranks'),
+        (
+            "vllm-jsonl",
+            """--enable-eplb --eplb-config '{"num_redundant_experts": 4, "initial_mapping_path": "a b;c.json"}'  """
+            "# a vLLM with pull request 41141",
+        ),
+        (
+            "vllm-list",
+            """--enable-eplb --eplb-config '{"num_redundant_experts": 4, "initial_expert_map_path": "a b;c.json"}'  """
+            "# a vLLM with pull request 49572",
+        ),
+        ("deepseek", "safetensors.torch.load_file('a b;c.json')  # for 4 ranks"),
+    ],
+)
+def test_the_launch_line(name: str, line: str) -> None:
+    assert ENGINES[name].launch(PLAN, "a b;c.json") == line
+
+
+@pytest.mark.parametrize("name", ["vllm-ascend", "vllm-jsonl", "vllm-list"])
+def test_a_quote_in_a_name_stays_inside_the_argument(name: str) -> None:
+    line = ENGINES[name].launch(PLAN, "it's.json")
+    assert any("it's.json" in word and word.startswith("{") for word in shlex.split(line.split("  #")[0]))
+
+
 # -- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -402,6 +541,49 @@ def test_without_the_sidecar_the_flags_tell_the_rest(eplb: Eplb, tmp_path: Path,
     run = eplb("import", out, "--from", "sglang", "-o", tmp_path / "back.json", *flags)
     assert run.json["layer_ids"] == LAYERS and run.json["map_sha256"] == PLAN.map_sha256
     assert Placement.load(tmp_path / "back.json").map_sha256 == PLAN.map_sha256
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_ids": 5}, "layer_ids are 5; a list is expected"),
+        ({"layer_ids": [10**12]}, "layer_ids is 1000000000000"),
+        ({"version": True}, "version is True"),
+        ({"version": 2}, "version 2; eplb-export 1 is known"),
+        ({"format": ["x"]}, "version 1; eplb-export 1 is known"),
+        ({"plan": 5}, "is not a plan"),
+        ({"extra": 5}, "unknown keys"),
+    ],
+)
+def test_a_damaged_sidecar_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    content = written("vllm-list")
+    (tmp_path / "map.json").write_bytes(content)
+    sidecar = json.loads(sidecar_of(content, "vllm-list", PLAN, (1, 2, 4)))
+    sidecar_path(tmp_path / "map.json").write_text(json.dumps({**sidecar, **changes}))
+    with pytest.raises(PlacementError, match=message):
+        import_file(tmp_path / "map.json", ENGINES["vllm-list"], Facts())
+
+
+def test_another_engines_sidecar_is_not_believed(tmp_path: Path) -> None:
+    """The two map files of Ascend engines are the same bytes; a sidecar speaks for the one it was written for."""
+    content = written("mindie")
+    (tmp_path / "map.json").write_bytes(content)
+    sidecar_path(tmp_path / "map.json").write_bytes(sidecar_of(content, "vllm-ascend", PLAN, (1, 2, 4)))
+    imported = import_file(tmp_path / "map.json", ENGINES["mindie"], Facts())
+    assert imported.placement.layer_ids.tolist() == [0, 1, 2]
+    assert "its sidecar is not used" in imported.warnings[-1]
+
+
+@pytest.mark.parametrize("ids", ["0-1000000000000", "²", "3-", "a", "2,1", "1,1", "", "-1"])
+def test_layer_ids_that_are_none_are_refused(eplb: Eplb, tmp_path: Path, ids: str) -> None:
+    (tmp_path / "map.json").write_text("[[0, 1]]")
+    run = eplb("import", tmp_path / "map.json", "--from", "vllm-list", "-o", tmp_path / "o", f"--layer-ids={ids}")
+    assert run.code == 2 and "--layer-ids" in run.err
+
+
+def test_a_plan_beyond_the_models_layers_is_refused() -> None:
+    with pytest.raises(PlacementError, match="the plan has layer 4; the model has 3 hidden layers"):
+        export_placement(PLAN, ENGINES["sglang"], ModelShape("M", 8, 2, 3, None))
 
 
 def test_a_changed_file_is_read_without_its_sidecar(eplb: Eplb, tmp_path: Path) -> None:

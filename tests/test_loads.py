@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from eplb_cli.errors import LoadsError, OutputError, TraceError
 from eplb_cli.loads import ExpertLoads, Source, concatenate, mix, refuse_constant_routing
@@ -38,6 +38,134 @@ def test_the_file_gives_back_what_was_saved(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(read, name), getattr(saved, name))
     for name in ("model", "top_k", "sources", "dropped", "warnings", "phase"):
         assert getattr(read, name) == getattr(saved, name)
+
+
+def safetensors_bytes(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: object, shape: object, begin: object, end: object) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+GOOD_HEADER = {
+    "counts": entry("I64", [2, 1, 3], 0, 48),
+    "tokens": entry("I64", [2], 48, 64),
+    "layer_ids": entry("I32", [1], 64, 68),
+    "__metadata__": {"eplb_profile": '{"format": "eplb-profile", "version": 1}'},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"counts": entry("I64", [10**12, 1, 10**12], 0, 48)}, "does not fill bytes"),
+        ({"counts": entry("I64", [2, 1, 2**61], 0, 48)}, "does not fill bytes"),
+        ({"counts": entry("I64", [2, 1, -3], 0, -48)}, "has the shape"),
+        ({"counts": entry("I64", [2, True, 3], 0, 48)}, "has the shape"),
+        ({"counts": entry("F64", [2, 1, 3], 0, 48)}, "has the dtype 'F64'"),
+        ({"counts": entry(["I64"], [2, 1, 3], 0, 48)}, r"has the dtype \['I64'\]"),
+        ({"counts": entry("U64", [2, 1, 3], 0, 48)}, r"counts are uint64 \[2, 1, 3\]; they must be int64"),
+        ({"counts": entry("I64", [2, 3], 0, 48)}, r"counts are int64 \[2, 3\]|does not fill"),
+        ({"counts": entry("I64", [6], 0, 48)}, r"counts are int64 \[6\]"),
+        ({"counts": entry("I64", [1, 2, 3], 0, 48)}, r"tokens is int64 \[2\]; with counts \[1, 2, 3\]"),
+        ({"tokens": entry("I64", [2], 40, 56)}, "overlap or leave a hole"),
+        ({"tokens": entry("I64", [2], 56, 72)}, "overlap or leave a hole"),
+        ({"window_ids": entry("I64", [0], 68, 68)}, "window_ids is int64 .*one entry for each window"),
+        ({"window_phase": entry("U8", [0], 68, 68)}, "window_phase is uint8 .*one entry for each window"),
+        ({"extra": entry("U8", [0], 68, 68)}, "unknown tensors"),
+        ({"counts": 5}, "without dtype"),
+        ({"__metadata__": {"eplb_profile": 5}}, "no object with text"),
+        ({"__metadata__": {}}, "its metadata do not say so"),
+        ({"__metadata__": {"eplb_profile": "[" * 9999}}, "nested too deep"),
+        ({"__metadata__": {"eplb_profile": '{"a": 1, "a": 1}'}}, "the key 'a' twice"),
+    ],
+)
+def test_a_file_that_lies_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    (tmp_path / "x").write_bytes(safetensors_bytes({**GOOD_HEADER, **changes}, bytes(68)))
+    with pytest.raises(LoadsError, match=message) as caught:
+        ExpertLoads.load(tmp_path / "x")
+    assert caught.value.file == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_of_another_length_is_refused(tmp_path: Path, change: int) -> None:
+    (tmp_path / "x").write_bytes(safetensors_bytes(GOOD_HEADER, bytes(68)))
+    assert ExpertLoads.load(tmp_path / "x").counts.shape == (2, 1, 3)
+    (tmp_path / "x").write_bytes(safetensors_bytes(GOOD_HEADER, bytes(68 + change)))
+    with pytest.raises(LoadsError, match="its header speaks of"):
+        ExpertLoads.load(tmp_path / "x")
+
+
+def test_no_windows_of_a_trillion_experts_are_refused(tmp_path: Path) -> None:
+    empty = {
+        "counts": entry("I64", [0, 1, 10**12], 0, 0),
+        "tokens": entry("I64", [0], 0, 0),
+        "layer_ids": entry("I32", [1], 0, 4),
+    }
+    (tmp_path / "x").write_bytes(safetensors_bytes({**GOOD_HEADER, **empty}, bytes(4)))
+    with pytest.raises(LoadsError, match="1,000,000,000,000 experts; at most"):
+        ExpertLoads.load(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("top_k", "8", "a whole number or null"),
+        ("top_k", True, "a whole number or null"),
+        ("top_k", 0, "it is 1 to 3"),
+        ("top_k", 4, "it is 1 to 3"),
+        ("model", 5, "text or null"),
+        ("phase", "both", "one of all, prefill, decode"),
+        ("phase", "decode", "its windows are of phase all"),
+        ("phase", ["all"], "one of all"),
+        ("sources", {}, "a list of"),
+        ("sources", ["a.npy"], "a list of"),
+        ("sources", [{"name": "a", "sha256": "b"}], "a list of"),
+        ("sources", [{"name": "a", "sha256": "b", "reader": 1}], "a list of"),
+        ("dropped", [], "numbers >= 0 by reason"),
+        ("dropped", {"padding": -1}, "numbers >= 0 by reason"),
+        ("dropped", {"padding": 1.5}, "numbers >= 0 by reason"),
+        ("dropped", {"padding": 2**62}, "numbers >= 0 by reason"),
+        ("warnings", "one", "a list of texts"),
+        ("warnings", [1], "a list of texts"),
+        ("version", 1.0, "profile version 1.0"),
+        ("version", True, "profile version True"),
+        ("version", 2, "profile version 2"),
+        ("extra", 1, "unknown header keys"),
+    ],
+)
+def test_every_field_of_the_header_has_its_type(tmp_path: Path, key: str, value: object, rule: str) -> None:
+    profile = json.dumps({"format": "eplb-profile", "version": 1, key: value})
+    header = {**GOOD_HEADER, "__metadata__": {"eplb_profile": profile}}
+    (tmp_path / "x").write_bytes(safetensors_bytes(header, bytes(68)))
+    with pytest.raises(LoadsError, match=rule):
+        ExpertLoads.load(tmp_path / "x")
+
+
+def test_a_name_in_a_hint_is_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "a b; rm -rf x"
+    path.write_bytes(b"<html>")
+    with pytest.raises(LoadsError) as caught:
+        ExpertLoads.load(path)
+    assert caught.value.hint == f"Make one with: eplb profile '{path}' -o loads.safetensors"
+
+
+def test_the_reference_reads_the_same_from_our_file(tmp_path: Path) -> None:
+    """Padded to a multiple of eight, so that arrays can be mapped in place."""
+    for text in ("", "a", "ab", "abc", "abcdefg"):
+        saved = loads([[[1, 2], [3, 4]]], warnings=(text,), dropped={"z": 1, "a": 2})
+        saved.save(tmp_path / "x")
+        content = (tmp_path / "x").read_bytes()
+        assert int.from_bytes(content[:8], "little") % 8 == 0
+        assert load_file(tmp_path / "x")["counts"].tolist() == [[[1, 2], [3, 4]]]
+        assert list(ExpertLoads.load(tmp_path / "x").dropped) == ["a", "z"]
+
+
+def test_layer_ids_are_not_negative() -> None:
+    with pytest.raises(LoadsError, match="not ascending from 0 on"):
+        loads([[[1], [2]]], layer_ids=np.array([-1, 0], np.int32))
 
 
 def test_layers_are_taken_by_id() -> None:

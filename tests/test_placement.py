@@ -150,6 +150,23 @@ def edited(**changes: object) -> bytes:
         (edited(layers__0__physical_to_logical=[0, -(2**80)]), "experts fit in 32 bits"),
         (edited(layers__1__layer_id=2**40), "`layer_id` is 1099511627776"),
         (edited(layers=[]), "has no layer"),
+        (edited(layers=[[]]), "has a layer that is not an object"),
+        (edited(layers__1__moe_index=True), "layer 1: moe_index is True; it must be 1"),
+        (edited(layers__1__layer_id=True), "`layer_id` is True"),
+        (edited(layers__1__layer_id=10**12), "`layer_id` is 1000000000000"),
+        (edited(layers__0__physical_to_logical={}), "not a list of integers"),
+        (edited(model__experts=[2]), r"`experts` is \[2\]"),
+        (edited(model__experts=10**9), "every layer has .* = 1000000000"),
+        (edited(model__experts=0), "every layer has .* = 0"),
+        (edited(topology__ep_size=0), "all must be >= 1"),
+        (edited(topology__nodes=0), "all must be >= 1"),
+        (edited(topology__nodes="a" * 999), "`nodes` is 'a{76}\\.\\.\\."),
+        (edited(num_redundant_experts=-1), "`num_redundant_experts` is -1"),
+        (edited(version=1.0), "has plan version 1.0"),
+        (edited(version=True), "has plan version True"),
+        (edited(balancedness=[]), "`balancedness` is"),
+        (edited(balancedness__after=True), "`after` is True"),
+        (edited(profile_sha256=5), "`profile_sha256` is 5"),
         (edited(version=None), "has no plan version; this eplb reads version 1"),
         (edited(version="1"), "has plan version '1'"),
         (edited(seed="x"), "`seed` is 'x'; it must be int, or null"),
@@ -163,6 +180,29 @@ def edited(**changes: object) -> bytes:
 def test_a_broken_file_is_refused(content: bytes, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         Placement.from_json(content)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "ranks"),
+    [([[0, 1]], 10**12, 1), ([[0, 1]], 2, 10**9), ([[0, 1]], 3, 2), ([list(range(20_000))], 20_000, 20_000)],
+)
+def test_sizes_that_no_memory_holds_are_refused_at_once(rows: list[list[int]], experts: int, ranks: int) -> None:
+    with pytest.raises(PlacementError, match=r"fit into memory|experts in 2 slots|do not divide over"):
+        placement(rows, experts, ranks)
+
+
+def test_copies_of_one_expert_without_end_are_refused() -> None:
+    """The inverse map has a column for each copy."""
+    row = [*range(20_000), *[7] * 20_000]
+    with pytest.raises(PlacementError, match="20,001 ranks or copies"):
+        placement([row], 20_000, 2)
+
+
+def test_a_plan_of_many_slots_is_made_nowhere() -> None:
+    with pytest.raises(PlacementError, match=r"every layer has .* = 1000000002"):
+        Placement.from_json(edited(num_redundant_experts=10**9))
+    with pytest.raises(PlacementError, match="ranks or copies"):
+        Placement.from_json(edited(topology__ep_size=10**9))
 
 
 def test_a_folder_stands_for_the_plan_in_it(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def export(
     output_format: FormatOption = OutputFormat.human,
 ) -> None:
     """Write a plan as another engine's placement file, and a sidecar FILE.eplb.json with the plan."""
+    import shlex
+
     from eplb_cli.console import Console
     from eplb_cli.errors import UsageError
     from eplb_cli.exports import ENGINES, export_placement, sidecar_of, sidecar_path
@@ -60,7 +62,7 @@ def export(
         raise UsageError(
             f"--output {output}",
             rule=f"{engine.name} tells the format by the suffix {engine.suffix}",
-            hint=f"-o {output.with_suffix(engine.suffix)}",
+            hint=shlex.join(["-o", str(output.with_suffix(engine.suffix))]),
         )
     sidecar = sidecar_path(output)
     for path in (output, sidecar):

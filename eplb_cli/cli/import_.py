@@ -77,16 +77,18 @@ def import_(
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
     """`3-5,9` as (3, 4, 5, 9)."""
+    import re
+
     from eplb_cli.errors import UsageError
 
     if text is None:
         return None
     layers: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        found = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
+        if found is None:
             raise UsageError(f"--layer-ids {text}", rule="numbers and ranges are expected, such as 3-60 or 1,3,5")
-        layers += range(int(first), int(last if dash else first) + 1)
+        layers += range(int(found[1]), int(found[2] or found[1]) + 1)
     if not layers or sorted(set(layers)) != layers:
         raise UsageError(f"--layer-ids {text}", rule="each layer appears once, in ascending order")
     return tuple(layers)

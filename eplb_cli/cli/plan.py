@@ -268,10 +268,12 @@ def _most_moves(text: str, previous: Placement | None) -> int:
 
 def _split_weight(name: str) -> tuple[Path, float | None]:
     """The file and weight of `chat.safetensors*0.7`; a file that is there by that very name has no weight."""
+    import os
+
     from eplb_cli.errors import UsageError
 
     file, star, weight = name.rpartition("*")
-    if not star or Path(name).exists():
+    if not star or os.path.exists(name):  # noqa: PTH110 - Path.exists raises where a name is too long
         return Path(name), None
     try:
         return Path(file), float(weight)
@@ -369,6 +371,8 @@ def _table(
     loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int, plan: Path | None
 ) -> list[RenderableType]:
     """What a person reads in ten seconds, at 80 columns."""
+    import shlex
+
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -410,7 +414,8 @@ def _table(
     page.append(Text(advice.verdict, style="bold"))
     if advice.worth_it is not False:
         layout = "stock" if placement.is_stock_form() else "physical"
-        page.append(Text(f"Next: eplb convert MODEL {plan or 'PLAN'} --layout {layout} -o OUT"))
+        words = ["eplb", "convert", "MODEL", "PLAN" if plan is None else str(plan), "--layout", layout, "-o", "OUT"]
+        page.append(f"Next: {shlex.join(words)}")
     return page
 
 

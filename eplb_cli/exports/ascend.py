@@ -8,6 +8,7 @@ when a device holds an expert twice, or when an expert is missing, so both are r
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class VllmAscend(_ExpertMap):
     def launch(self, placement: Placement, file: str) -> str:
         """The flag."""
         config = json.dumps({"eplb_config": {"expert_map_path": file}})
-        return f"--additional-config '{config}'  # an absolute path, at {placement.ep_size} EP ranks"
+        return f"--additional-config {shlex.quote(config)}  # an absolute path, at {placement.ep_size} EP ranks"
 
 
 class Mindie(_ExpertMap):

@@ -6,11 +6,15 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.placement import Placement
+from eplb_cli.tensors import read_tensors
+from eplb_cli.untrusted import shown
 
 __all__ = ["DeepSeek"]
 
@@ -34,17 +38,11 @@ class DeepSeek:
 
     def decode(self, content: bytes) -> Decoded:
         """`phy2log`; the others must follow from it."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
-
-        try:
-            tensors = load(content)
-        except SafetensorError as error:
-            raise PlacementError(f"is not safetensors ({error})") from None
+        tensors, _ = read_tensors(io.BytesIO(content), PlacementError)
         if set(tensors) != {"phy2log", "log2phy", "logcnt"}:
-            raise PlacementError(f"holds {sorted(tensors)}", rule="phy2log, log2phy and logcnt are expected")
+            raise PlacementError(f"holds {shown(sorted(tensors))}", rule="phy2log, log2phy and logcnt are expected")
         rows, counts = tensors["phy2log"], tensors["logcnt"]
-        if rows.ndim != 2 or rows.dtype.kind not in "iu" or counts.ndim != 2 or not rows.size:
+        if rows.ndim != 2 or counts.ndim != 2 or not rows.size:
             raise PlacementError(f"phy2log is {rows.dtype} {list(rows.shape)}", rule="integers [layers, slots]")
         experts = int(counts.shape[1])
         if rows.min() < 0 or rows.max() >= experts:

@@ -7,8 +7,12 @@ each rank's experts in ascending order.
 from __future__ import annotations
 
 import io
+import math
+import re
+import shlex
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
@@ -38,12 +42,7 @@ class OmniInfer:
 
     def decode(self, content: bytes) -> Decoded:
         """Each rank's experts, ascending."""
-        try:
-            pattern = np.load(io.BytesIO(content), allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            raise PlacementError(f"is no .npy pattern ({error})") from None
-        if not isinstance(pattern, np.ndarray) or pattern.ndim != 3 or pattern.dtype.kind not in "iu":
-            raise PlacementError("is no integer array [ranks, MoE layers, experts]")
+        pattern = _array(content)
         if not np.isin(pattern, (0, 1)).all():
             raise PlacementError(
                 f"holds {int(pattern[~np.isin(pattern, (0, 1))][0])}", rule="a pattern is zeros and ones"
@@ -62,4 +61,26 @@ class OmniInfer:
 
     def launch(self, placement: Placement, file: str) -> str:
         """The setting."""
-        return f"pattern_path: {file}, max_moe_layer_num: {placement.num_layers}"
+        return f"pattern_path: {shlex.quote(file)}, max_moe_layer_num: {placement.num_layers}"
+
+
+HEADER = re.compile(
+    rb"\{'descr': '([<>|][iu][1248])', 'fortran_order': (True|False), "
+    rb"'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), ?\} *\n"
+)
+"""What NumPy writes for an integer array of three axes. Its own reader allocates whatever the header claims."""
+
+
+def _array(content: bytes) -> npt.NDArray[np.integer]:
+    """The three axes of a .npy file."""
+    wide = 2 if content[6:7] == b"\x01" else 4
+    start = 8 + wide + int.from_bytes(content[8 : 8 + wide], "little")
+    header = HEADER.fullmatch(content[8 + wide : start])
+    if content[:6] != b"\x93NUMPY" or header is None:
+        raise PlacementError("is no .npy file of an integer array [ranks, MoE layers, experts]")
+    dtype, shape = np.dtype(header[1].decode()), tuple(int(axis) for axis in header.groups()[2:])
+    if 0 in shape or len(content) - start != math.prod(shape) * dtype.itemsize:
+        raise PlacementError(
+            f"holds {len(content) - start:,} bytes of {dtype} {list(shape)}", rule="the array fills the file"
+        )
+    return np.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if header[2] == b"True" else "C")

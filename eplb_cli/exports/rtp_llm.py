@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.exports.text import row_lines, rows_of
@@ -35,4 +37,4 @@ class RtpLlm:
 
     def launch(self, placement: Placement, file: str) -> str:
         """The setting."""
-        return f"phy2log_path = {file}, {placement.num_redundant_experts} redundant experts"
+        return f"phy2log_path = {shlex.quote(file)}, {placement.num_redundant_experts} redundant experts"

@@ -6,6 +6,8 @@ hidden layer has a row, dense ones too. SGLang tells the format by the file name
 
 from __future__ import annotations
 
+import shlex
+
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.exports.text import row_lines, rows_of, section
@@ -42,4 +44,6 @@ class Sglang:
 
     def launch(self, placement: Placement, file: str) -> str:
         """Flags; R must match the file."""
-        return f"--init-expert-location {file} --ep-num-redundant-experts {placement.num_redundant_experts}"
+        return (
+            f"--init-expert-location {shlex.quote(file)} --ep-num-redundant-experts {placement.num_redundant_experts}"
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.text import integer, section
 from eplb_cli.placement import MOST_PLAN_BYTES, Placement
-from eplb_cli.untrusted import read_json
+from eplb_cli.untrusted import read_json, shown
 
 __all__ = ["read_sidecar", "sidecar_of", "sidecar_path"]
 
@@ -51,10 +51,12 @@ def read_sidecar(file: Path, content: bytes, engine: str) -> tuple[Placement, tu
         return None
     try:
         document = section(read_json(path, PlacementError, most_bytes=MOST_PLAN_BYTES), KEYS, "the sidecar")
-        if document["format"] != FORMAT or document["version"] != VERSION:
+        if document["format"] != FORMAT or integer(document["version"], "version") != VERSION:
             raise PlacementError(
-                f"is {document['format']!r} version {document['version']!r}", rule=f"{FORMAT} {VERSION} is known"
+                f"is {shown(document['format'])} version {document['version']}", rule=f"{FORMAT} {VERSION} is known"
             )
+        if not isinstance(document["layer_ids"], list):
+            raise PlacementError(f"layer_ids are {shown(document['layer_ids'])}", rule="a list is expected")
         layers = tuple(integer(layer, "layer_ids") for layer in document["layer_ids"])
         plan = Placement.from_json(json.dumps(document["plan"]).encode())
     except PlacementError as error:

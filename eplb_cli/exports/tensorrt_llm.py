@@ -6,11 +6,13 @@ keys are refused by the engine; only its report script wants `ep_size` in a copy
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
-from eplb_cli.exports.text import integer, rows_of, section
+from eplb_cli.exports.text import integer, parse_yaml, rows_of, section
 from eplb_cli.placement import Placement
 
 __all__ = ["TensorrtLlm"]
@@ -36,18 +38,12 @@ class TensorrtLlm:
 
     def decode(self, content: bytes) -> Decoded:
         """The assignments, under the decoder layers' numbers."""
-        import yaml
-
-        try:
-            document = yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are safe
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise PlacementError(f"is not YAML: {' '.join(str(error).split())}") from None
         optional = frozenset({"ep_size"})
-        document = section(document, KEYS - {"layer_updates_per_iter"}, "the file", optional=optional | KEYS)
+        document = section(parse_yaml(content), KEYS - {"layer_updates_per_iter"}, "the file", optional=optional | KEYS)
         assignments = document["initial_global_assignments"]
         if not isinstance(assignments, dict) or not assignments or any(type(key) is not int for key in assignments):
             raise PlacementError("initial_global_assignments is no mapping of layer numbers")
-        layers = sorted(assignments)
+        layers = sorted(integer(layer, "a layer") for layer in assignments)
         rows = rows_of([assignments[layer] for layer in layers], "initial_global_assignments")
         slots = integer(document["num_slots"], "num_slots")
         if rows.shape[1] != slots:
@@ -57,4 +53,4 @@ class TensorrtLlm:
 
     def launch(self, placement: Placement, file: str) -> str:
         """The line of the options file."""
-        return f"moe_config: {{load_balancer: {file}}}  # with ep_size {placement.ep_size}"
+        return f"moe_config: {{load_balancer: {json.dumps(file)}}}  # with ep_size {placement.ep_size}"

@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.exports.text import integer, row_lines, rows_of, section
 from eplb_cli.placement import Placement
-from eplb_cli.untrusted import parse_json
+from eplb_cli.untrusted import parse_json, shown
 
 __all__ = ["VllmJsonl", "VllmList"]
 
@@ -47,9 +48,9 @@ class VllmJsonl:
         if len(lines) != 1:
             raise PlacementError(f"holds {len(lines)} records", rule=f"one {RECORD} is expected")
         record = section(parse_json(lines[0], PlacementError), KEYS, "the record")
-        if record["record_type"] != RECORD or record["version"] != VERSION:
+        if record["record_type"] != RECORD or integer(record["version"], "version") != VERSION:
             raise PlacementError(
-                f"is {record['record_type']!r} version {record['version']!r}", rule=f"{RECORD} {VERSION} is known"
+                f"is {shown(record['record_type'])} version {record['version']}", rule=f"{RECORD} {VERSION} is known"
             )
         assignments = record["initial_global_assignments"]
         if not isinstance(assignments, dict) or set(assignments) != {str(i) for i in range(len(assignments))}:
@@ -65,7 +66,7 @@ class VllmJsonl:
     def launch(self, placement: Placement, file: str) -> str:
         """The flag of the proposal."""
         config = json.dumps({"num_redundant_experts": placement.num_redundant_experts, "initial_mapping_path": file})
-        return f"--enable-eplb --eplb-config '{config}'  # a vLLM with pull request 41141"
+        return f"--enable-eplb --eplb-config {shlex.quote(config)}  # a vLLM with pull request 41141"
 
 
 class VllmList:
@@ -90,4 +91,4 @@ class VllmList:
     def launch(self, placement: Placement, file: str) -> str:
         """The flag of the proposal."""
         config = json.dumps({"num_redundant_experts": placement.num_redundant_experts, "initial_expert_map_path": file})
-        return f"--enable-eplb --eplb-config '{config}'  # a vLLM with pull request 49572"
+        return f"--enable-eplb --eplb-config {shlex.quote(config)}  # a vLLM with pull request 49572"

@@ -21,6 +21,8 @@ WINDOWS_NEEDED = 64
 LOSS_ALLOWED = 0.005
 """Balancedness that sampling noise in the loads may cost before more tokens are asked for."""
 DIGITS = 6
+MOST_POISSON = 1e6
+"""Mean load of a rank in a step up to which the distribution of the maximum is summed term by term."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ def step_noise_ceiling(tokens_per_step: float, top_k: int, ep_size: int) -> floa
     mean = tokens_per_step * top_k / ep_size
     if mean <= 0 or ep_size == 1:
         return 1.0
+    if mean > MOST_POISSON:  # by then normal: what is lost falls with the square root
+        lost = 1.0 / step_noise_ceiling(MOST_POISSON * ep_size / top_k, top_k, ep_size) - 1.0
+        return 1.0 / (1.0 + lost * math.sqrt(MOST_POISSON / mean))
     top = int(mean + 12 * math.sqrt(mean) + 30)
     x = np.arange(top + 1)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, top + 1)))])

@@ -8,7 +8,7 @@ from typing import Literal
 
 from eplb_cli.errors import UsageError
 from eplb_cli.loads import ExpertLoads, ModelShape
-from eplb_cli.metrics import smallest_redundancy
+from eplb_cli.metrics import require_table, smallest_redundancy
 from eplb_cli.placement import Placement
 
 __all__ = [
@@ -118,6 +118,11 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
     experts, ranks, nodes, groups = loads.num_experts, request.ep_size, request.num_nodes, request.num_groups
     if ranks < 1:
         raise UsageError(f"{ranks} ranks", rule="--ep-size must be at least 1")
+    require_table(loads.num_layers, experts, ranks, UsageError)
+    if request.seed < 0:
+        raise UsageError(f"--seed {request.seed}", rule="it must be at least 0")
+    if request.max_extra_gib is not None and not request.max_extra_gib >= 0:
+        raise UsageError(f"--max-extra-gib {request.max_extra_gib}", rule="it must be at least 0")
     redundant = request.num_redundant_experts
     if not isinstance(redundant, int):
         redundant = smallest_redundancy(experts, ranks)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb_cli import __version__
+from eplb_cli.console import printable
 from eplb_cli.report.data import FOLDS, Layout, Report
 
 __all__ = ["render"]
@@ -24,10 +25,12 @@ def render(report: Report) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_printable
+    )
     environment.filters["percent"] = lambda share: f"{100 * share:.1f} %"
     environment.filters["count"] = lambda number: f"{number:,}"
-    document = report.as_dict()
+    document = _printable(report.as_dict())
     # "<" cannot occur in JSON but inside strings, where the escape means the same and cannot end the script.
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = environment.from_string(_file("page.html")).render(
@@ -46,6 +49,16 @@ def render(report: Report) -> str:
         data=Markup(data),  # noqa: S704 - escaped above
     )
     return f"{page}\n"
+
+
+def _printable(value: Any) -> Any:
+    """`value` with control and format characters of its texts escaped: names come from files that others made."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item) for item in value]
+    # Our own scripts and styles are marked as safe, and are not touched.
+    return printable(value) if type(value) is str else value
 
 
 def _file(name: str) -> str:
