@@ -16,7 +16,7 @@ demo-serve: $(VENV)/.dev demo  ## serve the demo's result with a real vLLM on th
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/serve.sh
 
 test: $(VENV)/.dev  ## every test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 mutants: $(VENV)/.dev  ## one-line mistakes: does a test notice?  FILES=eplb_cli/traces SAMPLE=60 SEED=0
 	$(BIN)/python -m tests.mutants $(FILES) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -6,7 +6,7 @@ import json
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,8 @@ class Console:
 
         show = self.is_human and sys.stderr.isatty()
         default = Progress.get_default_columns()
-        with Progress(*(columns or default), console=_rich(stderr=True), transient=True, disable=not show) as progress:
+        progress = Progress(*(columns or default), console=_rich(stderr=True), transient=True, disable=not show)
+        with progress if show else nullcontext():  # a disabled one ends with an empty line in versions before 14.3
             yield progress
 
     @contextmanager

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["nothing_left_behind", "pytest_addoption", "pytest_make_collect_report", "pytest_runtest_makereport"]
+__all__ = [
+    "nothing_left_behind",
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+]
 
 MAY_SKIP = {
     r"the wheel of vLLM \S+ cannot be fetched": "the package index may be out of reach; no other test asks it",
@@ -21,6 +27,7 @@ MAY_SKIP = {
 
 LACKS = {
     "vllm": r"vLLM is not installed|vLLM's CPU build is not installed|could not import 'vllm",
+    "transformers": r"could not import 'transformers'",
     "chromium": r"no chromium here",
     "filesystems": r"mkfs\.\w+ is not installed",
 }
@@ -36,6 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--lacking", action="append", choices=LACKS, default=[], help="what is not here; without it a skip fails in CI"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines share one process that has vLLM imported, and both cores: `--dist loadgroup` runs them one by one."""
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.xdist_group("engines"))
 
 
 def may_skip(reason: str, lacking: list[str]) -> bool:

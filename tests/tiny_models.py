@@ -43,6 +43,7 @@ def qwen3_moe(
     max_shard_size: str = "5GB",
 ) -> Path:
     """A Qwen3-MoE whose first and last layers are dense; per expert on disk, or fused as transformers 5 can write."""
+    pytest.importorskip("transformers")
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -114,6 +115,7 @@ def llama4_text(
     path: Path, *, fused: bool = True, layers: int = 5, interleave_moe_layer_step: int = 2, seed: int = 1
 ) -> Path:
     """A text-only Llama 4, MoE in layers 1 and 3 of 5; fused as released in bf16, or per expert as quantised ones."""
+    pytest.importorskip("transformers")
     import torch
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
@@ -130,6 +132,7 @@ def llama4_text(
 
 def llama4_multimodal(path: Path, *, layers: int = 5, interleave_moe_layer_step: int = 2, seed: int = 2) -> Path:
     """A Llama 4 with a vision tower: sizes nested in text_config, tensors below `language_model.`."""
+    pytest.importorskip("transformers")
     import torch
     from transformers import Llama4Config, Llama4ForConditionalGeneration
 
