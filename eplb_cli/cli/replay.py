@@ -1,4 +1,4 @@
-"""`eplb replay`: recorded tokens as engine steps, under plans and rules that choose copies."""
+"""`eplb replay`: recorded tokens as engine steps, under plans and rules."""
 
 from __future__ import annotations
 
