@@ -55,8 +55,18 @@ def test_qwen3_stock_is_the_same_function(
     assert difference(model, converted(eplb, model, tmp_path)) < TOLERANCE
 
 
-def test_qwen3_stock_with_redundant_experts_keeps_one_of_each(tiny_qwen3_moe: Path, tmp_path: Path, eplb: Eplb) -> None:
-    assert difference(tiny_qwen3_moe, converted(eplb, tiny_qwen3_moe, tmp_path, redundant=4)) < TOLERANCE
+@pytest.mark.parametrize("fixture", ["tiny_qwen3_moe", "tiny_llama4_per_expert"])
+def test_per_expert_stock_with_copies_keeps_one_of_each(
+    request: pytest.FixtureRequest, tmp_path: Path, eplb: Eplb, fixture: str
+) -> None:
+    model = request.getfixturevalue(fixture)
+    out = converted(eplb, model, tmp_path, redundant=4)
+    shapes = [
+        {name: item.shape for name, item in read_safetensors(f / "model.safetensors").items()} for f in (model, out)
+    ]
+    assert shapes[0] == shapes[1]
+    if fixture == "tiny_qwen3_moe":  # transformers has no per-expert form of Llama 4
+        assert difference(model, out) < TOLERANCE
 
 
 @pytest.mark.parametrize("fixture", ["tiny_llama4_text", "tiny_llama4_multimodal"])
@@ -85,6 +95,16 @@ def test_every_layer_of_llama4_scout_is_moe(tmp_path: Path, eplb: Eplb) -> None:
     assert difference(model, converted(eplb, model, tmp_path)) == 0
 
 
+@pytest.mark.parametrize("fixture", ["tiny_qwen3_moe_fused", "tiny_llama4_text", "tiny_llama4_multimodal"])
+def test_transformers_refuses_fused_stock_with_copies(
+    request: pytest.FixtureRequest, tmp_path: Path, eplb: Eplb, fixture: str
+) -> None:
+    """The rows of the copies stand in the tensors, whose shapes no longer fit the expert count."""
+    out = converted(eplb, request.getfixturevalue(fixture), tmp_path, redundant=4)
+    with pytest.raises(RuntimeError, match=r"size mismatch|mismatched"):
+        logits(out)
+
+
 @pytest.mark.parametrize(
     "fixture", ["tiny_qwen3_moe", "tiny_qwen3_moe_fused", "tiny_llama4_text", "tiny_llama4_multimodal"]
 )
@@ -97,6 +117,15 @@ def test_transformers_refuses_the_physical_layout(
     assert run.code == 0, run.err
     with pytest.raises(RuntimeError, match=r"size mismatch|mismatched"):
         logits(tmp_path / "out")
+
+
+def test_a_physical_layout_without_copies_is_refused(tiny_qwen3_moe: Path, tmp_path: Path, eplb: Eplb) -> None:
+    """An engine that does not know the layout would load it, and answer wrongly."""
+    plan_for(tiny_qwen3_moe, tmp_path / "plan.json")
+    run = eplb("convert", tiny_qwen3_moe, tmp_path / "plan.json", "-o", tmp_path / "out", "--layout", "physical")
+    assert run.code == 1
+    assert "no redundant experts" in run.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_config_still_loads_and_tells_its_layout(tiny_llama4_multimodal: Path, tmp_path: Path, eplb: Eplb) -> None:

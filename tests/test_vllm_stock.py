@@ -39,6 +39,22 @@ def test_the_copies_in_a_fused_checkpoint_serve_stock_eplb(
     assert stock[0].rounds == [source.rounds[0]] * 2
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-fused"])
+def test_the_plugin_proves_a_stock_checkpoint(
+    engines: Engines, vllm_models: dict[str, Served], eplb: Callable[..., Run], tmp_path: Path, name: str
+) -> None:
+    model = vllm_models[name]
+    stock_plan(model).save(tmp_path / "plan.json")
+    out = tmp_path / "stock"
+    assert eplb("convert", model.folder, tmp_path / "plan.json", "-o", out).code == 0
+    source = engines.run(model.folder)[0]
+    ranks = engines.run(
+        out, {**TP2, **eplb_arguments(model.redundant)}, plan=out / "eplb_plan.json", layout="stock", policy="static"
+    )
+    assert ranks[0].rounds == source.rounds
+    assert ranks[0].answer["rebalances"] == 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_unmodified_vllm_refuses_a_physical_checkpoint(
     engines: Engines, vllm_models: dict[str, Served], eplb: Callable[..., Run], tmp_path: Path, name: str
