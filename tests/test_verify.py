@@ -76,6 +76,7 @@ def rich(form: str, rows: dict[int, list[int]], layout: str) -> Synthetic:
             names[last].format(2),
             "model.norm",
         ],
+        "ignore": [names[first].format(5)],
         "layers": {names[layer].format(e): {"bits": 4 + e} for layer in names for e in (6, 1, 3)},
     }
     model.config[QUANT] = {**model.config.get(QUANT, {}), **quantisation}

@@ -294,6 +294,17 @@ for what, change in [
     row(NAMES, what, on_entries(change), LIST)
 
 
+def lose_last(made: Broken) -> None:
+    def change(document: Any) -> None:
+        made.require(len(document[QUANT]["ignore"]) > 1)
+        document[QUANT]["ignore"].pop()
+
+    made.json("config.json", change)
+
+
+row(NAMES, "the last entry of a list lost, one of a copy", lose_last, f"{QUANT}.ignore")
+
+
 def layers_of(document: Any) -> Any:
     return document[QUANT]["layers"]
 

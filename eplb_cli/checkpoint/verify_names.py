@@ -117,14 +117,14 @@ class ExpertNames:
                 continue
             entries = after[at : at + self._copies(item)]
             ids = self._ids(item, entries)
-            if ids is None or len(entries) != self._copies(item) or ids != sorted(set(ids)):
-                found = shown(after[at]) if at < len(after) else "missing"
-                yield f"{path}[{at}] is {found}, must be {self._wanted(item)}"
+            if ids is None or ids != sorted(set(ids)):
+                yield f"{path}[{at}] is {shown(after[at])}, must be {self._wanted(item)}"
                 # What follows has moved, and would differ all along.
                 return
             at += len(entries)
-        if at != len(after) or at < len(before):
-            yield f"{path or 'the document'} has {len(after)} entries, must have {sum(map(self._copies, before))}"
+        wanted = sum(map(self._copies, before))
+        if len(after) != wanted:
+            yield f"{path or 'the document'} has {len(after)} entries, must have {wanted}"
 
     def _ids(self, name: str, entries: Sequence[Any]) -> list[int] | None:
         """The output's ids in entries that all read back as `name`; None where one does not."""
