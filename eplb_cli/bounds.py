@@ -52,7 +52,8 @@ def stock_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: int) ->
     loads = counts.astype(np.float64)
     experts = loads.shape[-1]
     copies = -np.sort(-replica_counts(initial_map(experts, num_slots - experts)[None], experts)[0])
-    share = (-np.sort(-loads, axis=-1) / np.minimum(copies, ep_size)).max(-1, initial=0.0)
+    # More copies than ranks are no more use than as many; but by then a share is no more than the mean.
+    share = (-np.sort(-loads, axis=-1) / copies).max(-1, initial=0.0)
     peaks = np.maximum(loads.sum(-1) / ep_size, share).sum(0)
     return min(_over_peaks(loads, ep_size, peaks), balancedness_bound(counts, num_slots, ep_size))
 

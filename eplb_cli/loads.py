@@ -206,7 +206,7 @@ class ExpertLoads:
             "top_k": self.top_k,
             "phase": self.phase,
             "sources": [{"name": s.name, "sha256": s.sha256, "reader": s.reader} for s in self.sources],
-            "dropped": dict(sorted(self.dropped.items())),
+            "dropped": dict(self.dropped),
             "warnings": list(self.warnings),
         }
         tensors: dict[str, npt.NDArray[Any]] = {

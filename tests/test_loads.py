@@ -168,6 +168,34 @@ def test_layer_ids_are_not_negative() -> None:
         loads([[[1], [2]]], layer_ids=np.array([-1, 0], np.int32))
 
 
+def test_joined_windows_keep_their_order_ids_and_phases() -> None:
+    first = loads([[[1, 2]], [[3, 4]]], window_ids=np.array([40, 12]), window_phase=np.array([2, 1], np.uint8),
+                  tokens=np.array([3, 7]), top_k=1, model="A", dropped={"x": 1}, warnings=("w",))  # fmt: skip
+    second = loads([[[5, 6]]], window_ids=np.array([7]), tokens=np.array([11]), top_k=1, model="A",
+                   dropped={"x": 2, "y": 3}, warnings=("w", "v"))  # fmt: skip
+    joined = concatenate([first, second])
+    assert joined.counts[:, 0].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert joined.window_ids.tolist() == [40, 12, 7]
+    assert joined.window_phase.tolist() == [2, 1, 0]
+    assert joined.tokens.tolist() == [3, 7, 11]
+    assert (joined.top_k, joined.model) == (1, "A")
+    assert (joined.dropped, joined.warnings) == ({"x": 3, "y": 3}, ("w", "v"))
+
+
+def test_what_parts_contradict_each_other_in_is_not_known() -> None:
+    joined = concatenate([loads([[[1, 2]]], top_k=1, model="A"), loads([[[1, 2]]], top_k=2, model="B")])
+    assert (joined.top_k, joined.model) == (None, None)
+    joined = concatenate([loads([[[1, 2]]], top_k=2), loads([[[1, 2]]])])
+    assert joined.top_k == 2
+
+
+def test_a_mix_rounds_to_the_nearest() -> None:
+    mixed = mix([loads([[[10, 10]]]), loads([[[1, 5]], [[3, 5]]], tokens=np.array([3, 5]))], [20, 22])
+    # The second part is scaled by (22 / 14) / (20 / 20).
+    assert mixed.counts[:, 0].tolist() == [[10, 10], [2, 8], [5, 8]]
+    assert mixed.tokens.tolist() == [4, 5, 8]
+
+
 def test_layers_are_taken_by_id() -> None:
     three = loads([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]], layer_ids=np.array([2, 5, 9], np.int32))
     part = three.for_layers([2, 9])

@@ -82,6 +82,15 @@ def test_more_moves_never_make_it_worse_and_the_limit_is_kept(earlier: Placement
     assert values[-1] > values[0]
 
 
+def test_a_budget_that_is_a_point_of_the_curve_is_used_up(earlier: Placement) -> None:
+    loads = loads_from(traffic(windows=32)[16:])
+    free = make_plan(loads, PlanRequest(8, 8, folds=0, effort="fast", previous=earlier)).curve
+    assert free is not None and len(free.moves) > 4
+    for most in (free.moves[2], free.moves[4]):
+        result = make_plan(loads, PlanRequest(8, 8, folds=0, effort="fast", previous=earlier, max_moves=most))
+        assert result.moves == most
+
+
 def test_in_steady_traffic_few_moves_reach_the_quality_of_a_plan_from_scratch() -> None:
     recorded = traffic(windows=160)
     earlier = make_plan(loads_from(recorded[:64]), PlanRequest(8, 8, folds=0)).placement

@@ -57,6 +57,53 @@ def test_every_placement_is_legal(experts: int, ranks: int, more: int, windows: 
         assert placement.is_stock_form()
 
 
+def test_the_recorded_bound_is_rounded_up() -> None:
+    """10 tokens on 3 ranks of one slot, 9 of them on one expert: 10 / 27 = 0.370370370370..."""
+    result = make_plan(loads_from([[[1, 9, 0]]], [7]), PlanRequest(3, folds=0))
+    assert result.balancedness.bound == 0.370370371
+    assert result.balancedness.after == 0.370370370
+
+
+def test_a_previous_plan_does_not_decide_how_many_copies_pay() -> None:
+    loads = traffic()
+    alone, after = (
+        make_plan(loads, PlanRequest(4, "auto", folds=2, effort="fast", previous=previous))
+        for previous in (None, make_plan(loads, PlanRequest(4, 16, folds=0, effort="fast")).placement)
+    )
+    assert [point.as_dict() for point in alone.sweep] == [point.as_dict() for point in after.sweep]
+
+
+def test_layers_of_the_model_and_of_the_plan_in_force_are_kept() -> None:
+    """Loads of layers 4 and 9; the plan in force has 2, 4, 9; the model 2, 3, 4, 9."""
+    previous = Placement(
+        np.array([[3, 1, 2, 0], [0, 1, 2, 3], [2, 3, 1, 0]], np.int32), np.array([2, 4, 9], np.int32), 4, 2
+    )
+    loads = loads_from(np.array([[[9, 8, 1, 1], [5, 1, 5, 1]]]), [4, 9])
+    request = PlanRequest(2, folds=0, previous=previous, model=ModelShape("M", 4, 2, 12, (2, 3, 4, 9)))
+    result = make_plan(loads, request)
+    assert result.placement.layer_ids.tolist() == [2, 3, 4, 9]
+    assert result.placement.physical_to_logical[:2].tolist() == [[3, 1, 2, 0], [0, 1, 2, 3]]
+    ranks = rank_loads(result.placement.for_layers([4, 9]).physical_to_logical, loads.counts, 2)
+    assert ranks[0, 0].tolist() in ([10.0, 9.0], [9.0, 10.0]) and ranks[0, 1].tolist() == [6.0, 6.0]
+    assert result.worst_layer.layer_id == 4
+    assert "the loads lack the model's layer 3: vLLM's initial layout is kept there" in result.warnings
+    assert "the loads lack the previous plan's layer 2: it stays as it was" in result.warnings
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ep_size": 10**9}, "fit into memory"),
+        ({"seed": -1}, "--seed -1; it must be at least 0"),
+        ({"max_extra_gib": float("nan"), "expert_bytes": {0: 1}}, "--max-extra-gib nan"),
+        ({"max_extra_gib": -1.0, "expert_bytes": {0: 1}}, r"--max-extra-gib -1\.0"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_plan(traffic(), PlanRequest(**{"ep_size": 4, **fields}))  # type: ignore[arg-type]
+
+
 def test_loads_that_were_never_filled_in_make_no_plan() -> None:
     dead = np.zeros((2, 3, 4), np.int64)
     dead[:, 1:, 2] = 9

@@ -256,6 +256,17 @@ def test_layers_are_split_over_threads_and_joined_in_order(monkeypatch: pytest.M
     assert len(slices) == 3
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_searched_copies_are_never_twins(seed: int) -> None:
+    """Four experts in eight slots on four ranks: five copies of a hot one, or pairs of its copies, look best."""
+    rng = np.random.default_rng(seed)
+    windows = rng.integers(0, 9, (6, 3, 4)) + np.array([900, 3, 2, 1]) * rng.integers(1, 9, (6, 3, 1))
+    start = np.tile(np.array([0, 1, 0, 2, 0, 3, 1, 2]), (3, 1))
+    placed = recount(windows.astype(np.int64), start, 4, 10**7, seed)
+    by_rank = np.sort(placed.reshape(3, 4, 2), -1)
+    assert (by_rank[..., 0] != by_rank[..., 1]).all()
+
+
 def test_the_seed_decides_the_annealing() -> None:
     evidence = Evidence.of(traffic(), 8)
     first, again, other = (search(evidence, 40, 8, "normal", seed) for seed in (1, 1, 2))

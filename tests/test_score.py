@@ -26,6 +26,10 @@ def plan(layer_ids: tuple[int, ...] = (2, 4)) -> Placement:
     return Placement.initial(4, 0, 2, layer_ids)
 
 
+def plan_of(layer_ids: list[int], experts: int) -> Placement:
+    return Placement.initial(experts, 0, 2, layer_ids)
+
+
 def test_figures_worked_out_by_hand() -> None:
     scored = score(plan(), loads())
     # Means 4 + 4 + 4, maxima 4 + 8 + 4; a (window, layer) without load has no ratio.
@@ -35,6 +39,30 @@ def test_figures_worked_out_by_hand() -> None:
     assert scored.max_over_mean == pytest.approx(4 / 3, abs=1e-9)
     assert scored.max_over_mean_worst == 2.0
     assert (scored.windows, scored.tokens) == (2, 16)
+
+
+def test_the_95th_percentile_is_of_all_windows_and_layers_with_load() -> None:
+    order = np.random.default_rng(0).permutation(21)
+    counts = np.zeros((21, 2, 2), np.int64)
+    counts[:, 1] = np.stack([20 + order, 20 - order], 1)
+    scored = score(plan_of([5, 9], 2), ExpertLoads(counts, np.zeros(21, np.int64), np.array([5, 9], np.int32)))
+    # max / mean is 1 + t / 20; the layer without load has none.
+    assert (scored.max_over_mean, scored.max_over_mean_p95, scored.max_over_mean_worst) == (1.5, 1.95, 2.0)
+
+
+def test_rows_of_the_plan_meet_their_own_layers_loads() -> None:
+    """The plan has layers 1, 4, 6, 9; the loads have 0, 4, 9: neither is a prefix of the other."""
+    rows = np.array([[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 0, 3]], np.int32)
+    placement = Placement(rows, np.array([1, 4, 6, 9], np.int32), 4, 2)
+    counts = np.array([[[9, 9, 0, 0], [5, 1, 1, 5], [8, 4, 2, 6]], [[9, 9, 0, 0], [2, 2, 0, 0], [1, 1, 1, 1]]])
+    scored = score(placement, ExpertLoads(counts, np.zeros(2, np.int64), np.array([0, 4, 9], np.int32)))
+    # Layer 4 on ranks {0, 2}, {1, 3}: 6 | 6, 2 | 2. Layer 9 on ranks {1, 2}, {0, 3}: 6 | 14, 2 | 2.
+    assert scored.per_layer == ((4, 1.0), (9, 0.75))
+    assert scored.balancedness == round(20 / 24, 9)
+    assert scored.warnings == (
+        "the loads lack layers 1, 6, which the score leaves out",
+        "the plan lacks layer 0, which the score leaves out",
+    )
 
 
 def test_the_summed_load_hides_ranks_that_take_turns() -> None:

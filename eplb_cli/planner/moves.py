@@ -183,14 +183,10 @@ def _walk(
     chosen = np.zeros(layers, np.int64)
     layer_index = np.arange(layers)
     curve = [(int(moves[0].sum()), float(cost[0].sum()))]
-    blocked: set[int] = set()
     for _, layer, option in steps:
-        if layer in blocked:
-            continue
         total = int(moves[chosen, layer_index].sum() - moves[chosen[layer], layer] + moves[option, layer])
         if most_moves is not None and total > most_moves:
-            blocked.add(layer)
-            continue
+            continue  # and so will the layer's later steps, which move more
         chosen[layer] = option
         curve.append((total, float(cost[chosen, layer_index].sum())))
     return chosen, curve

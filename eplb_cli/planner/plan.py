@@ -431,7 +431,7 @@ def _sweep_redundancy(loads: ExpertLoads, request: PlanRequest) -> tuple[tuple[S
     points: list[SweepPoint] = []
     for redundant in options:
         # Every R is judged by a fast search, the chosen one is planned with the effort asked for.
-        tried = replace(request, num_redundant_experts=redundant, effort="fast", previous=None, max_moves=None)
+        tried = replace(request, num_redundant_experts=redundant, effort="fast")
         topology = topology_of(loads, tried)
         extra = _extra_gib(topology, replace(tried, max_extra_gib=None))
         if points and request.max_extra_gib is not None and extra is not None and extra > request.max_extra_gib:
