@@ -48,4 +48,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt tests/vllm_cpu/setup.sh | $(VENV)/.
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo/out site *.egg-info
+	rm -rf $(VENV) .mutants build dist demo/out site *.egg-info
