@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-serve test mutants check docs format clean
+TARGET ?=
+SECONDS ?= 600
+
+.PHONY: demo demo-serve test fuzz mutants check docs format clean
 
 demo: $(VENV)/.demo  ## profile, plan, convert and verify a model that the demo builds
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/run.sh
@@ -17,6 +20,9 @@ demo-serve: $(VENV)/.dev demo  ## serve the demo's result with a real vLLM on th
 
 test: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+
+fuzz: $(VENV)/.dev  ## damaged inputs of every kind: is each read, or refused by name?  TARGET=traces SECONDS=600
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(addprefix --target ,$(TARGET)) $(ARGS)
 
 mutants: $(VENV)/.dev  ## one-line mistakes: does a test notice?  FILES=eplb_cli/traces SAMPLE=60 SEED=0
 	$(BIN)/python -m tests.mutants $(FILES) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
