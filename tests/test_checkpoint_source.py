@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eplb_cli.checkpoint.safetensors_file import read_header
-from eplb_cli.checkpoint.source import natural_key
+from eplb_cli.checkpoint.source import Checkpoint, natural_key
 from eplb_cli.errors import CheckpointError
 from tests.checkpoints import (
     FORMS,
@@ -168,6 +168,17 @@ def header_of(entries: dict[str, Any], data: bytes) -> bytes:
         ({"a": {"dtype": "Q8", "shape": [4], "data_offsets": [0, 4]}}, "unknown dtype"),
         ({"a": {"dtype": "U8", "shape": [-4], "data_offsets": [0, 4]}}, "shape"),
         ({"a": {"dtype": "U8", "shape": [4]}}, "data_offsets"),
+        ({"a": {"dtype": ["U8"], "shape": [4], "data_offsets": [0, 4]}}, "unknown dtype"),
+        ({"a": {"dtype": "U8", "shape": [True, 4], "data_offsets": [0, 4]}}, "shape"),
+        ({"a": {"dtype": "U8", "shape": [2**63, 0], "data_offsets": [0, 0]}}, "shape"),
+        ({"a": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, "shape"),
+        ({"a": {"dtype": "U8", "shape": [2**62] * 60, "data_offsets": [0, 4]}}, "does not fill"),
+        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 2**70]}}, "offsets"),
+        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 2, 4]}}, "does not fill"),
+        ({"a": {"dtype": "F4", "shape": [3], "data_offsets": [0, 2]}}, "does not fill"),
+        ({"a": [4]}, "header entry"),
+        ({"a" * 5000: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, "names have at most"),
+        ({"__metadata__": ["pt"]}, "metadata"),
         ({"__metadata__": {"n": 1}, "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, "metadata"),
     ],
 )
@@ -178,12 +189,28 @@ def test_headers_that_break_the_format(tmp_path: Path, entries: dict[str, Any], 
         read_header(file)
 
 
-def test_a_name_twice_in_one_header(tmp_path: Path) -> None:
-    entry = '"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
-    raw = f"{{{entry},{entry}}}".encode()
-    (tmp_path / "bad.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + b"1234")
-    with pytest.raises(CheckpointError, match="twice"):
-        read_header(tmp_path / "bad.safetensors")
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":1}', "'a' twice"),
+        (b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}', "'dtype' twice"),
+        (b'{"a":' + b"[" * 20_000 + b"]" * 20_000 + b"}", "nested too deep"),
+        (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5_000 + b'],"data_offsets":[0,4]}}', "5,000 digits"),
+        (b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}', "NaN"),
+        (b'{"\\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', "surrogates"),
+        (b'{"a\xff":{}}', "not JSON"),
+        (b"[1]", "not JSON"),
+        # Quadratic where every name is counted.
+        (b"{" + b"".join(b'"%d":0,' % i for i in range(60_000)) + b'"59999":0}', "'59999' twice"),
+    ],
+    ids=["twice", "key twice", "deep", "digits", "nan", "surrogate", "bytes", "list", "60,000 names"],
+)
+def test_headers_whose_json_hurts(tmp_path: Path, raw: bytes, said: str) -> None:
+    file = tmp_path / "bad.safetensors"
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + b"1234")
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read_header(file)
+    assert caught.value.file == str(file)
 
 
 def test_headers_agree_with_the_reference_reader(tiny_qwen3_moe: Path) -> None:
@@ -356,6 +383,102 @@ def test_the_output_tells_where_it_came_from(case: Case, eplb: Eplb) -> None:
     name = "model.layers.2.mlp.experts.{}.up_proj.weight"
     assert record["tensors"][name.format(0)] == name.format(rows[2][0])
     assert record["tensors"]["lm_head.weight"] is None
+
+
+# Files that are no files, and files of others.
+
+PLACES = ("config.json", INDEX, "model-00002-of-00002.safetensors", "README.md", "assets/logo.png")
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_file_that_is_none_is_refused_and_not_waited_for(case: Case, name: str, kind: str) -> None:
+    file = case.source / name
+    file.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+        if name == "README.md" or "/" in name:
+            return  # an empty folder of such a name is nothing to carry over
+    text = case.refusal()
+    assert file.name in text or "no index" in text
+    assert {"pipe": "named pipe", "device": "device", "folder": ""}[kind] in text
+
+
+@pytest.mark.parametrize("name", [b"tokenizer-\xff.json", b"\xc3(/merges.txt"])
+def test_a_name_that_is_no_text_is_refused_before_anything_is_written(case: Case, name: bytes) -> None:
+    file = Path(os.fsdecode(os.fsencode(case.source) + b"/" + name))
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"{}")
+    text = case.refusal()
+    assert "names must be UTF-8" in text
+    assert "\\udc" in text
+
+
+@pytest.mark.parametrize("how", ["a file", "a folder", "a link to a link"])
+def test_a_side_file_that_leads_out_of_the_model_is_refused(case: Case, how: str) -> None:
+    outside = case.folder / "home"
+    outside.mkdir()
+    (outside / "id_rsa").write_text("secret")
+    if how == "a file":
+        (case.source / "LICENSE.md").symlink_to(outside / "id_rsa")
+    elif how == "a folder":
+        (case.source / "assets").symlink_to(outside)
+    else:
+        (case.source / "first").symlink_to(outside / "id_rsa")
+        (case.source / "second").symlink_to("first")
+    text = case.refusal()
+    assert "outside the model's folder" in text and "home/id_rsa" in text.replace("\n", "")
+
+
+def test_links_inside_the_model_and_a_link_to_it_are_legal(case: Case, eplb: Eplb) -> None:
+    (case.source / "README.md").symlink_to("LICENSE")
+    (case.folder / "link").symlink_to(case.source)
+    run = eplb("convert", case.folder / "link", case.plan(), "-o", case.folder / "out", "--format", "quiet")
+    assert run.code == 0, run.err
+    copied = case.folder / "out" / "README.md"
+    assert copied.read_bytes() == b"text" and not copied.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json", "LICENSE"])
+def test_bytes_that_changed_under_a_restored_time_are_noticed(case: Case, name: str) -> None:
+    source = Checkpoint.open(case.source)
+    source.require_unchanged()
+    file = case.source / name
+    before = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last[0] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
+        source.require_unchanged()
+
+
+def test_a_second_name_is_no_change_of_a_file(case: Case) -> None:
+    source = Checkpoint.open(case.source)
+    marks = {name: mark.identity(link=True) for name, mark in source.fingerprints.items()}
+    for name in case.shards:
+        (case.folder / name).hardlink_to(case.source / name)
+    source.require_unchanged()
+    linked = Checkpoint.open(case.source)
+    assert {name: mark.identity(link=True) for name, mark in linked.fingerprints.items()} == marks
+    # Until then, the time of the inode is part of what an interrupted run goes on from.
+    mark = source.fingerprints[case.shards[0]]
+    assert mark.identity(link=False) == [*mark.identity(link=True), mark.ctime_ns]
+
+
+def test_a_missing_shards_name_is_quoted_for_the_shell(case: Case) -> None:
+    def rename(weight_map: dict[str, str]) -> None:
+        weight_map.update(dict.fromkeys(weight_map, "x; rm -rf ~.safetensors"))
+
+    edit_index(case, rename)
+    assert "hf download REPOSITORY 'x; rm -rf ~.safetensors'" in " ".join(case.refusal().split())
 
 
 @pytest.mark.parametrize("where", ["source", "source/out", "."])

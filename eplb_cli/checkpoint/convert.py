@@ -187,7 +187,7 @@ class Conversion:
             "tool_version": __version__,
             "layout": self.layout.value,
             "plan_sha256": self.placement.map_sha256,
-            "source": {name: [mark.size, mark.mtime_ns, mark.inode] for name, mark in self.source.fingerprints.items()},
+            "source": {name: mark.identity(link=self.link) for name, mark in self.source.fingerprints.items()},
             "shards_sha256": digest.hexdigest(),
             "small_files": {name: hashlib.sha256(data).hexdigest() for name, data in self.small_files.items()},
             "link": self.link,

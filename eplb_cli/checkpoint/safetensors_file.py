@@ -14,14 +14,20 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from eplb_cli.errors import CheckpointError
+from eplb_cli.untrusted import open_file, parse_json, shown
 
 __all__ = ["DTYPE_BITS", "SafetensorsHeader", "TensorEntry", "header_bytes", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; the public loaders refuse more."""
+
+_MOST_AXES = 64
+"""Longest shape; PyTorch's own limit."""
+_MOST_NAME = 4096
+"""Longest name of a tensor, so that a message about one stays readable."""
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -92,9 +98,9 @@ def read_header(file: Path) -> SafetensorsHeader:
     Raises:
         CheckpointError: the file is missing, truncated, a git-LFS pointer, a web page, or breaks a rule of the format.
     """
-    try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
+    with open_file(file, CheckpointError) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        try:
             start = stream.read(8)
             _refuse_impostors(file, size, start + stream.read(1024))
             length = int.from_bytes(start, "little")
@@ -112,17 +118,16 @@ def read_header(file: Path) -> SafetensorsHeader:
                 )
             stream.seek(8)
             raw = stream.read(length)
-    except FileNotFoundError:
-        raise CheckpointError("no such file", file=file) from None
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
+    digest = hashlib.sha256(start + raw).hexdigest()
     try:
-        document = json.loads(raw, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        document = parse_json(raw, CheckpointError)
     except CheckpointError as error:
+        error.problem = f"is not a safetensors file: its header {error.problem}"
         error.file = str(file)
         raise
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"is not a safetensors file: its header is not JSON ({error})", file=file) from None
+    del raw
     if not isinstance(document, dict):
         raise CheckpointError("is not a safetensors file: its header is not a JSON object", file=file)
     metadata = document.pop("__metadata__", {})
@@ -156,7 +161,7 @@ def read_header(file: Path) -> SafetensorsHeader:
         file_size=size,
         tensors={entry.name: entry for entry in entries},
         metadata=metadata,
-        sha256=hashlib.sha256(start + raw).hexdigest(),
+        sha256=digest,
     )
 
 
@@ -201,14 +206,20 @@ def _refuse_impostors(file: Path, size: int, start: bytes) -> None:
 
 
 def _entry(file: Path, name: str, fields: Any, once: dict[Any, Any]) -> TensorEntry:
+    if len(name) > _MOST_NAME:
+        raise CheckpointError(f"has a tensor called {shown(name)}", file=file, rule=f"names have at most {_MOST_NAME}")
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError("has a header entry without dtype, shape and data_offsets", file=file, tensor=name)
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if dtype not in DTYPE_BITS:
-        raise CheckpointError(f"has the unknown dtype {dtype!r}", file=file, tensor=name)
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise CheckpointError(f"has the unknown dtype {shown(dtype)}", file=file, tensor=name)
     for values in (shape, offsets):
-        if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-            raise CheckpointError(f"has the shape {shape!r} and offsets {offsets!r}", file=file, tensor=name)
+        if (
+            not isinstance(values, list)
+            or len(values) > _MOST_AXES
+            or any(type(value) is not int or not 0 <= value < 1 << 63 for value in values)
+        ):
+            raise CheckpointError(f"has the shape {shown(shape)} and offsets {shown(offsets)}", file=file, tensor=name)
     if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * DTYPE_BITS[dtype]:
         raise CheckpointError(
             f"{dtype} {shape} does not fill bytes {offsets}", file=file, tensor=name, rule="size is shape x dtype"
@@ -216,15 +227,3 @@ def _entry(file: Path, name: str, fields: Any, once: dict[Any, Any]) -> TensorEn
     # Source, output and index hold the same names; interning keeps one copy of each.
     sizes, begin, end = (once.setdefault(value, value) for value in (tuple(shape), *offsets))
     return TensorEntry(sys.intern(name), sys.intern(dtype), sizes, begin, end)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise CheckpointError(f"names {next(n for n in names if names.count(n) > 1)!r} twice in its header")
-    return result
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise CheckpointError(f"holds {name} in its header")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from eplb_cli.checkpoint.hub import locate
 from eplb_cli.checkpoint.safetensors_file import SafetensorsHeader, TensorEntry, read_header
 from eplb_cli.errors import CheckpointError
 from eplb_cli.placement import PLAN_FILE
+from eplb_cli.untrusted import open_file, shown
 
 __all__ = ["INDEX_FILE", "PROVENANCE_FILE", "Checkpoint", "Fingerprint", "natural_key"]
 
@@ -39,22 +41,47 @@ _OTHER_WEIGHTS = (
 """The same weights in forms that are not converted; left out, since a loader that preferred them would see old labels
 (engines switch to another loader when consolidated*.safetensors exist)."""
 
+_MOST_INDEX_BYTES = 256 << 20
+"""Largest index that is read; that of a model with 900 experts in each of 60 layers has some 60 MB."""
+
 _LEFT_OUT_FOLDERS = (".cache", ".git", "original")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What tells that a file is still the one that was checked: size, modification time in ns, and inode."""
+    """What tells that a file is still the one that was checked.
+
+    The time of the last change of the inode cannot be set back, as that of the content can. But it also moves when the
+    file gets or loses a name, so it counts only between two looks that saw as many names.
+
+    Args:
+        size: bytes.
+        mtime_ns, ctime_ns: when the content and the inode were last changed.
+        inode: the file's number.
+        links: names that the file has.
+    """
 
     size: int
     mtime_ns: int
     inode: int
+    ctime_ns: int
+    links: int
 
     @classmethod
     def of(cls, file: Path) -> Fingerprint:
         """Fingerprint of a file, symbolic links followed."""
         status = file.stat()
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns, status.st_nlink)
+
+    def is_unchanged(self, later: Fingerprint) -> bool:
+        """Whether a later look shows no change of the content."""
+        same = (self.size, self.mtime_ns, self.inode) == (later.size, later.mtime_ns, later.inode)
+        return same and (self.ctime_ns == later.ctime_ns or self.links != later.links)
+
+    def identity(self, *, link: bool) -> list[int]:
+        """What a later run must find again to go on; a run that links files changes the time of their inodes itself."""
+        counts = not link and self.links == 1
+        return [self.size, self.mtime_ns, self.inode, *([self.ctime_ns] if counts else [])]
 
 
 @dataclass(frozen=True)
@@ -109,6 +136,8 @@ class Checkpoint:
         ]
         left_out = [name for name in side_files if _is_left_out(name)]
         side_files = [name for name in side_files if name not in set(left_out)]
+        for name in side_files:
+            _require_own(folder, name)
         left_out += [name for name in (PLAN_FILE, PROVENANCE_FILE) if name in files]
         read = [*shards, "config.json", *side_files, *([index_name] if index_name else [])]
         metadata = index.get("metadata")
@@ -147,7 +176,7 @@ class Checkpoint:
                 after = Fingerprint.of(self.folder / name)
             except OSError as error:
                 raise CheckpointError(f"went away meanwhile: {error.strerror}", file=self.folder / name) from error
-            if after != before:
+            if not before.is_unchanged(after):
                 raise CheckpointError(
                     "changed while it was being read",
                     file=self.folder / name,
@@ -165,7 +194,7 @@ def _all_files(folder: Path) -> list[str]:
     """Relative paths of all files, links included, sorted; version control and caches are not entered.
 
     Raises:
-        CheckpointError: a symbolic link leads nowhere, or a folder cannot be read.
+        CheckpointError: a symbolic link leads nowhere, a folder cannot be read, or a name is no text.
     """
     found = []
 
@@ -189,8 +218,36 @@ def _all_files(folder: Path) -> list[str]:
                     file=path,
                     hint="The cache was pruned or the download was interrupted; fetch it again: hf download REPOSITORY",
                 )
-            found.append(path.relative_to(folder).as_posix())
+            name = path.relative_to(folder).as_posix()
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise CheckpointError(
+                    f"holds a file called {shown(name)}", file=folder, rule="names must be UTF-8",
+                    hint="Rename the file, or leave it out of the folder.",
+                ) from None  # fmt: skip
+            found.append(name)
     return sorted(found, key=natural_key)
+
+
+def _require_own(folder: Path, name: str) -> None:
+    """Check that a file to be carried over is a regular one of the model's own.
+
+    A link in a downloaded folder may lead to any file of the user's; in the hub's cache it leads to the repository's
+    blobs.
+
+    Raises:
+        CheckpointError: it is something else, or lies elsewhere.
+    """
+    open_file(folder / name, CheckpointError).close()
+    home, target = folder.resolve(), (folder / name).resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(own) for own in homes):
+        raise CheckpointError(
+            f"is a link to {target}, outside the model's folder", file=folder / name,
+            rule="a link out of the model could lead to any file; only what lies in it is carried over",
+            hint="If the file belongs to the model, put a copy in the link's place.",
+        )  # fmt: skip
 
 
 def _index_name(folder: Path, files: Iterable[str]) -> str | None:
@@ -225,13 +282,15 @@ def _shard_names(folder: Path, files: list[str], index_name: str | None) -> tupl
             )
         return present, {}
     file = folder / index_name
-    index = load_json(file)
+    index = load_json(file, most_bytes=_MOST_INDEX_BYTES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("has no weight_map", file=file)
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or name.startswith("."):
-            raise CheckpointError(f"maps to {name!r}", file=file, tensor=tensor, rule="shards lie beside the index")
+            raise CheckpointError(
+                f"maps to {shown(name)}", file=file, tensor=tensor, rule="shards lie beside the index"
+            )
     # The headers bring the same names; interned, they are held once.
     index["weight_map"] = weight_map = {sys.intern(tensor): sys.intern(name) for tensor, name in weight_map.items()}
     listed = sorted(set(weight_map.values()), key=natural_key)
@@ -241,7 +300,7 @@ def _shard_names(folder: Path, files: list[str], index_name: str | None) -> tupl
         raise CheckpointError(
             f"{missing[0]}{more} is in the index but not on disk (interrupted download?)",
             file=folder,
-            hint=f"Fetch it: hf download REPOSITORY {' '.join(missing[:4])} --local-dir {folder}",
+            hint=f"Fetch it: {shlex.join(['hf', 'download', 'REPOSITORY', *missing[:4], '--local-dir', str(folder)])}",
         )
     stray = [name for name in present if name not in set(listed)]
     if stray:
