@@ -211,6 +211,17 @@ def test_a_list_and_an_object_grow_with_the_copies_in_order(side: Side) -> None:
         side.prepare("x.yaml", name.format(twice).encode(), "physical")
 
 
+def test_a_text_that_names_one_of_two_copies_is_none_of_the_source(side: Side) -> None:
+    """No conversion writes it; a hand may have."""
+    row = ROWS["physical"][3]
+    twice = next(expert for expert in range(E) if row.count(expert) == 2)
+    lone = next(expert for expert in range(E) if row.count(expert) == 1)
+    name = "- model.layers.3.mlp.experts.{}.up_proj"
+    for expert, right in ((twice, False), (lone, True)):
+        before, after = (name.format(index).encode() for index in (expert, row.index(expert)))
+        assert (side.problems("x.yaml", before, after, "physical") == []) is right
+
+
 @pytest.mark.parametrize(
     ("name", "size", "searched"),
     [

@@ -57,7 +57,7 @@ def rich(form: str, rows: dict[int, list[int]], layout: str) -> Synthetic:
     first, last = sorted(names)[:2]
     # An expert with several ids, where the layout gives some to any.
     lone = next(e for e in range(E) if rows[last].count(e) == 1 and rows[last].index(e) != e)
-    quantisation = {
+    quantisation: dict[str, Any] = {
         "quant_method": "fp8",
         "flag": True,
         "off": False,
@@ -79,6 +79,9 @@ def rich(form: str, rows: dict[int, list[int]], layout: str) -> Synthetic:
         "ignore": [names[first].format(5)],
         "layers": {names[layer].format(e): {"bits": 4 + e} for layer in names for e in (6, 1, 3)},
     }
+    if form in ("minimax_m3", "deepseek_v4", "qwen3_5-fp8"):
+        # A draft head's expert, in a layer of the number of a MoE layer.
+        quantisation["modules_to_not_convert"].append(f"mtp.layers.{last}.mlp.experts.3.w1")
     model.config[QUANT] = {**model.config.get(QUANT, {}), **quantisation}
     model.side_files |= {
         "hf_quant_config.json": json.dumps(
@@ -118,6 +121,7 @@ CASES = [
     ("qwen3_moe-fused", "stock"),
     ("deepseek_v4", "stock"),
     ("qwen3_5-fp8", "physical"),
+    ("qwen3_vl-modelopt", "physical"),
 ]
 """Per expert and fused in both layouts, then other quantisations, nested configs, id tables and draft heads."""
 
