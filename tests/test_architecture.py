@@ -28,7 +28,7 @@ ALLOWED = {
     "planner": BASE | {"bounds"},
     "exports": BASE | {"tensors"},
     "checkpoint": BASE | {"models"},
-    "vllm_plugin": BASE | {"planner"},
+    "vllm_plugin": BASE | {"planner", "checkpoint"},
     "serve": BASE | {"checkpoint", "vllm_plugin"},
     "versions": set(),
     "doctor": BASE | {"serve", "vllm_plugin", "versions"},

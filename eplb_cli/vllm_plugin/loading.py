@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from eplb_cli.checkpoint import Model
 from eplb_cli.errors import PlacementError
 from eplb_cli.placement import Placement
 from eplb_cli.vllm_plugin.hooks import when_imported
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["give_fused_llama4_its_copies", "read_slots_directly"]
-
-COUNT_KEYS = ("num_experts", "num_local_experts")
-"""The keys under which the supported families' configs hold the expert count."""
 
 
 def give_fused_llama4_its_copies(module: ModuleType) -> None:
@@ -73,12 +71,14 @@ def _restore_expert_count(folder: Path, placement: Placement, module: ModuleType
         if model is None or Path(model).resolve() != folder:
             return config
         section = getattr(config, "text_config", None) or config
-        keys = [key for key in COUNT_KEYS if getattr(section, key, None) == placement.num_slots]
+        # Not only the file's own key: config classes give the count a second name, or a copy.
+        known = Model.open(folder).config.family.num_experts
+        keys = [key for key in known if getattr(section, key, None) == placement.num_slots]
         if not keys:
             raise PlacementError(
                 f"{type(section).__name__} has no expert count of {placement.num_slots}",
                 file=folder / "config.json",
-                rule="a `physical` checkpoint says its slots per layer there",
+                rule=f"a `physical` checkpoint says its slots per layer there, as {' or '.join(known)}",
             )
         for key in keys:
             setattr(section, key, placement.num_experts)
