@@ -89,6 +89,13 @@ def test_a_file_that_lies_is_refused(tmp_path: Path, changes: dict[str, object],
     assert caught.value.file == str(tmp_path / "x")
 
 
+def test_a_hole_between_tensors_is_refused(tmp_path: Path) -> None:
+    header = {**GOOD_HEADER, "layer_ids": entry("I32", [1], 68, 72)}
+    (tmp_path / "x").write_bytes(safetensors_bytes(header, bytes(72)))
+    with pytest.raises(LoadsError, match="overlap or leave a hole"):
+        ExpertLoads.load(tmp_path / "x")
+
+
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_file_of_another_length_is_refused(tmp_path: Path, change: int) -> None:
     (tmp_path / "x").write_bytes(safetensors_bytes(GOOD_HEADER, bytes(68)))

@@ -68,6 +68,12 @@ def test_balancedness_sums_before_it_divides() -> None:
     assert max_over_mean(loads).tolist() == [[1.5], [1.0]]
 
 
+def test_ranks_that_take_turns_are_not_balanced() -> None:
+    loads = np.array([[[3.0, 1.0], [5.0, 5.0]], [[1.0, 3.0], [2.0, 6.0]]])
+    assert balancedness_per_layer(loads).tolist() == [4 / 6, 9 / 11]
+    assert balancedness(loads) == 13 / 17
+
+
 def test_no_load_counts_as_balanced() -> None:
     loads = np.zeros((2, 3, 4))
     assert balancedness(loads) == 1.0

@@ -250,6 +250,11 @@ def test_layers_that_a_plan_lacks_are_refused_or_get_the_start_layout_or_another
         UNEVEN.for_layers([3, 5], missing=other)
 
 
+def test_layers_are_not_negative() -> None:
+    with pytest.raises(PlacementError, match=r"layer ids \[-1, 0\] are not ascending"):
+        placement([[0, 1], [1, 0]], 2, 2, layer_ids=[-1, 0])
+
+
 def test_layers_are_asked_for_in_ascending_order() -> None:
     with pytest.raises(PlacementError, match="not ascending"):
         UNEVEN.for_layers([12, 3])

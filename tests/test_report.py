@@ -246,6 +246,23 @@ def test_names_and_warnings_cannot_become_markup(loads: ExpertLoads, placement: 
     assert links.found == [("a", "#main")]
 
 
+def test_control_characters_are_escaped_in_the_page(loads: ExpertLoads, placement: Placement) -> None:
+    """Also U+2028, which ends a line of a script, and the mark that makes text run from right to left."""
+    evil = "a\x1b[2J\u202eb\u2028c"
+    made = make_report(
+        replace(loads, warnings=(evil,), dropped={evil: 1}, sources=(Source(evil, evil, evil),), model=evil),
+        [NamedPlan(evil, placement)],
+        profile=evil,
+        profile_sha256=DIGEST,
+    )
+    page = render(made)
+    text = page[: page.index('<script type="application/json"')]
+    assert not any(char in text for char in "\x1b\u202e\u2028")
+    assert text.count("a\\x1b[2J\\u202eb\\u2028c") >= 5
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data and json.loads(data[1])["warnings"][0] == "a\\x1b[2J\\u202eb\\u2028c"
+
+
 @pytest.mark.parametrize(
     "words",
     [
