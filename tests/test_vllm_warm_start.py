@@ -200,10 +200,8 @@ def test_a_physical_checkpoint_is_read_by_each_rank_for_its_own_slots(
 
 
 BROKEN = {
-    "maps_without_weights": "does not hold expert",
-    "weights_without_maps": "does not hold the plan after it was written",
     "one_slot_corrupted": "(1 of 80 slots hold the wrong weights)",
-    "router_sees_another_map": "does not see the plan's map",
+    "router_sees_another_map": "the router does not see the map that vLLM keeps for it",
 }
 
 

@@ -36,9 +36,9 @@ def activate() -> None:
 
 
 def _start_from_plan(settings: Settings, placement: Placement) -> None:
-    from eplb_cli.vllm_plugin import inspection, loading, warm_start
+    from eplb_cli.vllm_plugin import inspection, loading, move, warm_start
 
-    target = warm_start.Target(settings, placement)
+    target = move.Target(settings, placement)
     when_imported("vllm.distributed.eplb.eplb_state", functools.partial(warm_start.start_from_plan, target))
     when_imported("vllm.v1.worker.worker_base", functools.partial(warm_start.require_plan, target))
     when_imported("vllm.v1.worker.worker_base", inspection.add_remote_call)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from eplb_cli.vllm_plugin.settings import Settings
 from eplb_cli.vllm_plugin.status import read_records
@@ -30,23 +27,17 @@ def _live_placement(self: Any, full: bool = False) -> dict[str, Any] | None:
     """The placement as the routers of this worker see it now."""
     runner = self.model_runner
     state = getattr(runner, "eplb_state", None) or getattr(getattr(runner, "eplb", None), "state", None)
-    plan = getattr(state, "eplb_plan", None)
-    if state is None or plan is None:
+    started = getattr(state, "eplb_plan", None)
+    if state is None or started is None:
         return None
-    model_state = next(
-        candidate
-        for candidate in state.model_states.values()
-        if candidate.physical_to_logical_map.shape[0] == len(plan["layer_ids"])
-    )
-    rows = model_state.physical_to_logical_map.cpu().numpy().astype("<i4")
     answer = {
-        **plan,
-        "live_sha256": hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest(),
+        **started.record,
+        **started.now(),
         "rebalances": state.policy.rebalances,
         "steps_since_rebalance": state.expert_rearrangement_step,
     }
     if full:
-        answer["physical_to_logical"] = rows.tolist()
+        answer["physical_to_logical"] = started.model_state.physical_to_logical_map.tolist()
     return answer
 
 
@@ -73,7 +64,7 @@ class EndpointPlugin:
                 "ranks": ranks,
                 "consistent": len({(rank["pp_rank"], rank["live_sha256"]) for rank in ranks})
                 == len({rank["pp_rank"] for rank in ranks}),
-                "as_planned": all(rank["rebalances"] == 0 for rank in ranks),
+                "as_planned": all(rank["as_planned"] for rank in ranks),
                 "last_rebalance": rebalances[0] if rebalances else None,
             }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import LoadsError
+from eplb_cli.errors import LoadsError, ServeError
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.metrics import balancedness, rank_loads
 from eplb_cli.placement import Placement
@@ -25,19 +25,33 @@ __all__ = ["WatchedPolicy", "watch"]
 logger = logging.getLogger("vllm.eplb")
 
 
-def watch(settings: Settings, state: Any, model_state: Any, stage: Placement, ep_rank: int) -> None:
-    """Put a WatchedPolicy in the place of vLLM's policy, and let it tell dummy rearrangements from real ones."""
-    policy = WatchedPolicy(settings, state.policy, state, stage.ep_size, ep_rank)
+def watch(settings: Settings, state: Any, ep_size: int, ep_rank: int) -> None:
+    """Put a WatchedPolicy in the place of vLLM's policy, keep a static plan static, and prove that both are in the way.
+
+    The proof is the dummy step with which vLLM later measures its memory: it moves nothing, and has to come past.
+
+    Raises:
+        ServeError: vLLM rebalances by another way.
+    """
+    policy = WatchedPolicy(settings, state.policy, state, ep_size, ep_rank)
     state.policy = policy
     original = state.rearrange
+    signature = inspect.signature(original)
 
     def rearrange(*args: Any, **kwargs: Any) -> Any:
-        # Memory profiling rearranges without load and moves nothing.
-        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        policy.profiling = bool(arguments.get("is_profile", False))
+        policy.profiling = bool(signature.bind(*args, **kwargs).arguments.get("is_profile", False))
+        if settings.policy == "static" and not policy.profiling:
+            logger.warning("eplb: vLLM wants to rebalance a static plan; the placement stays as it is")
+            return None
         return original(*args, **kwargs)
 
     state.rearrange = rearrange
+    state.step(is_profile=True)
+    if not policy.profiling or not policy.was_asked:
+        raise ServeError(
+            "vLLM does not ask the policy that was put in the place of its own",
+            rule="a dummy step must rearrange by EplbState.rearrange and ask EplbState.policy with the live placement",
+        )
 
 
 class WatchedPolicy:
@@ -54,6 +68,7 @@ class WatchedPolicy:
         self._ep_rank = ep_rank
         self._signature = inspect.signature(policy.rebalance_experts)
         self.profiling = False
+        self.was_asked = False
         self.rebalances = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -62,8 +77,9 @@ class WatchedPolicy:
     def rebalance_experts(self, *args: Any, **kwargs: Any) -> Any:
         """The new physical-to-logical map, int64 [L, P], or a triple of maps where this vLLM's policy returns that."""
         arguments = self._signature.bind(*args, **kwargs).arguments
-        weight, old = arguments["weight"], arguments.get("old_global_expert_indices")
-        if self.profiling or old is None:
+        weight, old = arguments["weight"], arguments["old_global_expert_indices"]
+        self.was_asked = True
+        if self.profiling:  # without load, and nothing moves
             return self._policy.rebalance_experts(*args, **kwargs)
         loads = weight.detach().cpu().numpy().astype(np.int64)
         rows = old.detach().cpu().numpy().astype(np.int32)

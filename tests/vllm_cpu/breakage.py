@@ -11,35 +11,21 @@ from typing import Any
 __all__ = ["BREAKAGES"]
 
 
-def maps_without_weights(rank: int) -> None:
-    """The transfer moves nothing."""
-    from eplb_cli.vllm_plugin import warm_start
-
-    warm_start.transfer = lambda *args, **kwargs: None
-
-
-def weights_without_maps(rank: int) -> None:
-    """The maps are never written."""
-    from eplb_cli.vllm_plugin import warm_start
-
-    warm_start._write_maps = lambda *args, **kwargs: None
-
-
 def one_slot_corrupted(rank: int) -> None:
     """One word of one slot of one rank changes on the way."""
-    from eplb_cli.vllm_plugin import warm_start
+    from eplb_cli.vllm_plugin import move
 
-    transfer = warm_start.transfer
+    transfer = move.transfer
 
-    def corrupting(state: Any, model_state: Any, expert_weights: Any, *rest: Any) -> None:
-        transfer(state, model_state, expert_weights, *rest)
+    def corrupting(model_state: Any, expert_weights: Any, *rest: Any) -> None:
+        transfer(model_state, expert_weights, *rest)
         if rank == 1:
             import torch
 
             words = expert_weights[1][0][2].view(-1).view(torch.int32)
             words[3] ^= 1
 
-    warm_start.transfer = corrupting
+    move.transfer = corrupting
 
 
 def router_sees_another_map(rank: int) -> None:
@@ -75,8 +61,6 @@ def note_tensors_read(rank: int) -> None:
 BREAKAGES: dict[str, Callable[[int], None]] = {
     function.__name__: function
     for function in (
-        maps_without_weights,
-        weights_without_maps,
         one_slot_corrupted,
         router_sees_another_map,
         note_tensors_read,
