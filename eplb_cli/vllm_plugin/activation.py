@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 
+from eplb_cli.errors import EplbError
 from eplb_cli.placement import Placement
+from eplb_cli.vllm_plugin.declaration import require
 from eplb_cli.vllm_plugin.hooks import when_imported
 from eplb_cli.vllm_plugin.settings import Settings
+from eplb_cli.vllm_plugin.status import write_record
+from eplb_cli.vllm_plugin.vllm_parts import Task
 
 __all__ = ["activate"]
 
@@ -18,15 +23,20 @@ def activate() -> None:
     """Install the hooks once in this process; vLLM may load a plugin several times.
 
     Raises:
-        ServeError, PlacementError: the environment or the plan file is unusable. The error leaves vLLM's plugin
-            loading and ends the process before anything is served.
+        ServeError, PlacementError: the environment or the plan file is unusable, or this vLLM lacks what the plugin
+            needs. The error leaves vLLM's plugin loading and ends the process before anything is served.
     """
     global _done
     if _done:
         return
     settings = Settings.from_environment(os.environ)
-    if settings.plan is not None:
-        _start_from_plan(settings, Placement.load(settings.plan))
+    try:
+        able = require(_tasks(settings))
+        if settings.plan is not None:
+            _start_from_plan(settings, Placement.load(settings.plan), able)
+    except EplbError as error:
+        write_record(settings.status_dir, f"failed-{os.getpid()}", {"error": str(error)})
+        raise
     if settings.record_dir is not None:
         from eplb_cli.vllm_plugin.recorder import count_steps, record_after_loading
 
@@ -35,14 +45,26 @@ def activate() -> None:
     _done = True
 
 
-def _start_from_plan(settings: Settings, placement: Placement) -> None:
+def _tasks(settings: Settings) -> Iterator[Task]:
+    if settings.plan is not None:
+        yield from ("plan", "llama4", "endpoint", "metrics")
+        if settings.layout == "physical":
+            yield "physical"
+    if settings.record_dir is not None:
+        yield "record"
+
+
+def _start_from_plan(settings: Settings, placement: Placement, able: set[Task]) -> None:
     from eplb_cli.vllm_plugin import inspection, loading, move, warm_start
 
     target = move.Target(settings, placement)
     when_imported("vllm.distributed.eplb.eplb_state", functools.partial(warm_start.start_from_plan, target))
     when_imported("vllm.v1.worker.worker_base", functools.partial(warm_start.require_plan, target))
-    when_imported("vllm.v1.worker.worker_base", inspection.add_remote_call)
-    when_imported("vllm.v1.metrics.prometheus", functools.partial(inspection.add_metrics, settings))
-    when_imported("vllm.model_executor.models.llama4", loading.give_fused_llama4_its_copies)
+    if "endpoint" in able:
+        when_imported("vllm.v1.worker.worker_base", inspection.add_remote_call)
+    if "metrics" in able:
+        when_imported("vllm.v1.metrics.prometheus", functools.partial(inspection.add_metrics, settings))
+    if "llama4" in able:
+        when_imported("vllm.model_executor.models.llama4", loading.give_fused_llama4_its_copies)
     if settings.layout == "physical":
         loading.read_slots_directly(settings, placement)

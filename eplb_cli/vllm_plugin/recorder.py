@@ -150,6 +150,7 @@ class Recorder:
         self._steps_limit = settings.record_steps
         self._tokens = dict.fromkeys(range(len(PHASES)), 0)
         self._phase_steps = dict.fromkeys(range(len(PHASES)), 0)
+        self._seen = [False] * len(layers)
         self._full = False
         self._limit = settings.record_max_bytes
         if not self._active:
@@ -200,6 +201,7 @@ class Recorder:
         def capture(topk_ids: Tensor) -> None:
             if before is not None:
                 before(topk_ids)
+            self._seen[index] = True
             self._check_rows(topk_ids.shape[0])
             buffer[: topk_ids.shape[0]].copy_(topk_ids)
 
@@ -227,6 +229,12 @@ class Recorder:
         tokens = int(scheduler_output.total_num_scheduled_tokens)
         if not self._active or self._full or not tokens:
             return
+        if not all(self._seen):
+            raise ServeError(
+                "the router has shown no ids in a step that routed tokens",
+                layer=self._layer_ids[self._seen.index(False)],
+                rule="recording would count nothing",
+            )
         batch = getattr(runner, "input_batch", None)
         phases = token_phases(scheduler_output, getattr(batch, "req_ids", None), self._prompt_lengths)
         ids = self._buffer[:, :tokens].long()
