@@ -218,8 +218,10 @@ def test_a_text_that_names_one_of_two_copies_is_none_of_the_source(side: Side) -
     lone = next(expert for expert in range(E) if row.count(expert) == 1)
     name = "- model.layers.3.mlp.experts.{}.up_proj"
     for expert, right in ((twice, False), (lone, True)):
-        before, after = (name.format(index).encode() for index in (expert, row.index(expert)))
-        assert (side.problems("x.yaml", before, after, "physical") == []) is right
+        before, after = (name.format(index) for index in (expert, row.index(expert)))
+        assert (side.problems("x.yaml", before.encode(), after.encode(), "physical") == []) is right
+        values = (json.dumps({"a": text.removeprefix("- ")}).encode() for text in (before, after))
+        assert (side.problems("x.json", *values, "physical") == []) is right
 
 
 @pytest.mark.parametrize(
