@@ -19,12 +19,14 @@ from eplb_cli.checkpoint.source import Checkpoint
 from eplb_cli.checkpoint.verify import Level, expert_problems, verify
 from eplb_cli.checkpoint.verify_claims import Demand
 from eplb_cli.cli import main
+from eplb_cli.errors import PlacementError
 from eplb_cli.placement import Placement, Provenance
 from tests.checkpoints import (
     FORMS,
     QUANTISATIONS,
     E,
     Synthetic,
+    deepseek,
     qwen3_moe,
     random_rows,
     read_checkpoint,
@@ -91,6 +93,7 @@ def rich(form: str, rows: dict[int, list[int]], layout: str) -> Synthetic:
         "tokenizer_config.json": json.dumps({"text": names[first].format(2), "n": 10**30}).encode(),
         "chat_template.jinja": b"{{ user }}",
         "modeling_rich.py": b"import torch\n",
+        "broken.json": b"{'no': json}\n",
     }
     return model
 
@@ -194,6 +197,32 @@ def test_the_page_on_proofs_lists_every_change() -> None:
     page = (Path(__file__).parents[1] / "docs" / "proofs.md").read_text()
     listed = page.partition("<!-- mutants -->\n")[2].partition("\n<!-- end of mutants -->")[0]
     assert listed.strip() == as_markdown(), "run: python -m tests.verify_mutants"
+
+
+def test_a_plan_that_the_layout_cannot_store(tmp_path: Path) -> None:
+    """A forged plan, record and provenance would agree with each other."""
+    model = deepseek(groups=4)
+    source = Checkpoint.open(model.save(tmp_path / "model"))
+    classified = classify(source.config, source.tensors, stored_experts=E)
+    layers = model.moe_layers
+
+    def demand(rows: dict[int, list[int]], *, physical: bool) -> Demand:
+        plan = Placement.load(save_plan(tmp_path / "plan.json", rows))
+        return Demand.of(source, classified, plan, physical=physical, given=True)
+
+    whole = random_rows(layers, 4, seed=1, groups=4)
+    assert demand(whole, physical=False).lacking == ()
+    assert demand(whole, physical=True).rows == whole
+    with pytest.raises(PlacementError, match="tears the 4 groups of routing apart"):
+        demand(random_rows(layers, 4, seed=1), physical=False)
+    with pytest.raises(PlacementError, match="not of the stock form"):
+        demand({layer: [*row[:E], *row[1:5]] for layer, row in whole.items()}, physical=False)
+    with pytest.raises(PlacementError, match="has no redundant experts"):
+        demand({layer: row[:E] for layer, row in whole.items()}, physical=True)
+    with pytest.raises(PlacementError, match=r"the layers \[0\], which are no MoE layers"):
+        demand({**whole, 0: whole[1]}, physical=True)
+    lacking = demand({1: whole[1], 3: whole[3]}, physical=False)
+    assert (lacking.lacking, lacking.rows[2]) == ((2,), [slot % E for slot in range(E + 4)])
 
 
 PARTS = [(form, part) for form, parts in QUANTISATIONS.items() for part, _, _ in parts(32, 32)]

@@ -808,6 +808,7 @@ for name in [
     "modeling_rich.py",
     "recipe.yaml",
     "hf_quant_config.json",
+    "broken.json",
 ]:
     row(G, f"{name} missing", lambda m, name=name: (m.folder / name).unlink(), name)
     row(G, f"{name} with a line more", lambda m, name=name: (m.folder / name).open("ab").write(b"\nx\n"), name)
