@@ -196,7 +196,7 @@ def plan_schema() -> dict[str, Any]:
 
 def profile_schema() -> dict[str, Any]:
     """JSON Schema of the metadata of a profile file."""
-    text = {"type": ["string", "null"]}
+    text = {"type": "string"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"the safetensors metadata `{loads.METADATA_KEY}` of an eplb profile",
@@ -210,7 +210,7 @@ def profile_schema() -> dict[str, Any]:
                 "additionalProperties": {"type": "integer", "minimum": 0},
             },
             "format": {"const": loads.FORMAT},
-            "model": {**text, "description": "The architecture in config.json."},
+            "model": {"type": ["string", "null"], "description": "The architecture in config.json."},
             "phase": {"enum": list(loads.PHASES)},
             "sources": {
                 "type": "array",

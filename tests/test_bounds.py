@@ -91,6 +91,19 @@ def test_the_stock_map_cannot_give_a_hot_expert_a_third_copy() -> None:
     assert balancedness_bound(counts, 12, 4) == pytest.approx(99 / 4 / 30)
 
 
+def test_the_stock_bound_counts_every_window_and_layer() -> None:
+    hot = [90, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    counts = np.array([[hot, hot[::-1]], [hot[::-1], [10] * 10]])
+    assert stock_bound(counts, 12, 4) == pytest.approx((3 * 99 + 100) / 4 / (45 + 45 + 45 + 25))
+
+
+def test_the_stock_bound_is_no_looser_than_that_of_any_placement() -> None:
+    """Nine equal experts in pairs on eight ranks: two of them meet, whatever the labels."""
+    counts = np.array([[[10] * 9 + [0] * 7]])
+    best = 90 / 8 / 20
+    assert best <= stock_bound(counts, 16, 8) == balancedness_bound(counts, 16, 8) <= 1.01 * best
+
+
 def test_pairs_prove_more_than_shares_do() -> None:
     proven = pair_peaks(TOY, 8)[0]
     assert least_shares(TOY, 16, 8)[0] == 120.0

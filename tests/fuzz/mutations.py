@@ -180,8 +180,10 @@ def _metadata(header: bytes, rng: random.Random) -> bytes:
     """The JSON inside the metadata's text."""
     document = json.loads(header)
     metadata = document.get("__metadata__") or {"format": "pt"}
+    if not isinstance(metadata, dict):  # damaged by an earlier mutation
+        return header
     key = rng.choice(list(metadata))
-    metadata[key] = _json(metadata[key].encode(), rng).decode()
+    metadata[key] = _json(str(metadata[key]).encode(), rng).decode()
     return json.dumps(document | {"__metadata__": metadata}).encode()
 
 
