@@ -105,20 +105,21 @@ def test_a_tensor_class_is_missed_in_a_whole_layer(tmp_path: Path, form: str, pa
 @pytest.mark.parametrize(("form", "part"), PER_EXPERT)
 def test_a_tensor_class_is_missed_and_told_apart_in_one_expert(tmp_path: Path, form: str, part: str) -> None:
     model = MODELS[form]
-    name = classes_of(model)[part][1][ODD]
+    odd = len(part) % E  # any of them, the first and the last too
+    name = classes_of(model)[part][1][odd]
     tensor = model.items[name].tensor
     other = {"BF16": "F16", "F32": "BF16"}.get(tensor.dtype, "F32")
     changed = [stored_as(model, name, dtype=other), stored_as(model, name, shape=(*tensor.shape, 1))]
     if is_activation(part):
         assert (
-            f"layer {model.moe_layers[-1]}, expert {ODD}: no {part}"
+            f"layer {model.moe_layers[-1]}, expert {odd}: no {part}"
             in check(tmp_path, without(model, name)).warnings[0]
         )
     else:
         changed.append(without(model, name))
     for wrong in changed:
         error = refusal(tmp_path, wrong)
-        assert (error.layer, error.expert) == (model.moe_layers[-1], ODD)
+        assert (error.layer, error.expert) == (model.moe_layers[-1], odd)
         assert part in str(error)
 
 
@@ -136,6 +137,21 @@ def test_the_odd_expert_is_named_and_not_the_many(tmp_path: Path) -> None:
     error = refusal(tmp_path, model)
     assert (error.layer, error.expert) == (2, ODD)
     assert error.tensor == f"model.layers.2.mlp.experts.{ODD}.up_proj.weight_scale"
+
+
+def test_a_part_that_half_of_the_experts_have_is_one_that_the_others_lack(tmp_path: Path) -> None:
+    names = [f"model.layers.2.mlp.experts.{expert}.up_proj.weight_scale_inv" for expert in (0, 2, 3, 7)]
+    error = refusal(tmp_path, without(MODELS["qwen3_moe-fp8-block"], *names))
+    assert (error.layer, error.expert, error.problem) == (2, 0, "the expert lacks up_proj.weight_scale_inv")
+
+
+def test_the_odd_layer_is_named_and_not_the_many(tmp_path: Path) -> None:
+    model = replace(MODELS["deepseek_v3"], items=dict(MODELS["deepseek_v3"].items))
+    for expert in range(E):
+        for matrix in ("gate_proj", "up_proj", "down_proj"):
+            model.expert(2, f"model.layers.2.mlp.experts.{{}}.{matrix}.bias", expert, (H,))
+    error = refusal(tmp_path, model)
+    assert (error.layer, error.problem) == (2, "every expert has down_proj.bias, which layer 1 has not")
 
 
 # What no expert has, and what matrices of one expert disagree on.
