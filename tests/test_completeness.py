@@ -131,6 +131,13 @@ def test_the_experts_without_activation_scales_are_named_as_ranges(tmp_path: Pat
     assert warning.startswith(f"layers 1-2, experts 1-2, 5: no {parts};")
 
 
+def test_a_first_layer_without_activation_scales_is_named_too(tmp_path: Path) -> None:
+    model = MODELS["qwen3_moe-ct-fp8-static"]
+    gone = [name for name in model.items if "layers.1." in name and name.endswith("up_proj.input_scale")]
+    (warning, *_) = check(tmp_path, without(model, *gone)).warnings
+    assert warning.startswith("layer 1, all experts: no up_proj.input_scale;")
+
+
 def test_the_odd_expert_is_named_and_not_the_many(tmp_path: Path) -> None:
     model = qwen3_moe()
     model.expert(2, "model.layers.2.mlp.experts.{}.up_proj.weight_scale", ODD, (1,))
@@ -187,6 +194,8 @@ def test_weights_without_any_scale_are_refused(tmp_path: Path, quantisation: str
     rounded = "fp8" in quantisation
     if rounded:
         check(tmp_path, model)  # without a quantisation config, numbers that are merely rounded
+    else:
+        refusal(tmp_path, model)
     model.config = {**model.config, "quantization_config": {"quant_method": "some"}}
     error = refusal(tmp_path, model)
     assert "no expert has a scale for gate_proj." in str(error) and error.layer == 1
@@ -203,6 +212,27 @@ def test_a_matrix_that_no_expert_has_is_missed(tmp_path: Path) -> None:
     for form, matrix in (("mixtral", "w2"), ("deepseek_v4", "w3"), ("qwen3_moe-awq", "up_proj")):
         model = everywhere(MODELS[form], lambda name, item, m=matrix: None if f".{m}." in name else item)  # type: ignore[misc]
         assert f"every expert lacks {matrix};" in str(refusal(tmp_path, model))
+
+
+def test_a_familys_second_naming_is_complete_in_itself(tmp_path: Path) -> None:
+    model = MODELS["deepseek_v4"]
+    names = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+    renamed = {}
+    for name, item in model.items.items():
+        new = next((name.replace(old, to) for old, to in names.items() if old in name), name)
+        renamed[new] = item
+    check(tmp_path, replace(model, items=renamed))
+    lacking = {name: item for name, item in renamed.items() if ".up_proj." not in name}
+    assert "every expert lacks up_proj" in str(refusal(tmp_path, replace(model, items=lacking)))
+
+
+def test_a_number_for_all_experts_beside_experts_of_their_own_is_in_every_layer(tmp_path: Path) -> None:
+    model = replace(MODELS["qwen3_moe-ct-fp8-dynamic"], items=dict(MODELS["qwen3_moe-ct-fp8-dynamic"].items))
+    for layer in (1, 2):
+        model.copy(f"model.layers.{layer}.mlp.experts.down_proj_scale", (), "F32")
+    check(tmp_path, model)
+    error = refusal(tmp_path, without(model, "model.layers.2.mlp.experts.down_proj_scale"))
+    assert (error.layer, error.problem) == (2, "the layer lacks down_proj_scale")
 
 
 @pytest.mark.parametrize(
@@ -242,8 +272,10 @@ def test_gate_and_up_are_stored_alike(tmp_path: Path) -> None:
 def test_block_scales_have_the_declared_blocks(tmp_path: Path) -> None:
     model = replace(MODELS["qwen3_moe-fp8-block"])
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    model.config = {**model.config, "quantization_config": fp8}
-    check(tmp_path, model)
+    # 24 rows leave a second block that is not full.
+    for block in ([16, 16], [24, 31]):
+        model.config = {**model.config, "quantization_config": {**fp8, "weight_block_size": block}}
+        check(tmp_path, model)
     for block in ([128, 128], [16, 32], [8, 16]):
         model.config = {**model.config, "quantization_config": {**fp8, "weight_block_size": block}}
         text = str(refusal(tmp_path, model))
