@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from eplb_cli.checkpoint.classify import ClassifiedTensors, classify
+from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, classify
 from eplb_cli.checkpoint.config import ModelConfig
 from eplb_cli.checkpoint.safetensors_file import TensorEntry
 from eplb_cli.errors import CheckpointError
@@ -226,6 +226,17 @@ def test_a_familys_second_naming_is_complete_in_itself(tmp_path: Path) -> None:
     assert "every expert lacks up_proj" in str(refusal(tmp_path, replace(model, items=lacking)))
 
 
+def test_a_number_for_each_expert_of_fused_tensors_moves_with_it(tmp_path: Path) -> None:
+    model = replace(MODELS["qwen3_moe-fused"], items=dict(MODELS["qwen3_moe-fused"].items))
+    for layer in (1, 2):
+        for matrix in ("gate_up_proj", "down_proj"):
+            model.fused(layer, f"model.layers.{layer}.mlp.experts.{matrix}_scale", (), "F32")
+            model.copy(f"model.layers.{layer}.mlp.experts.{matrix}_input_scale", (), "F32")
+    roles = check(tmp_path, model).roles
+    assert roles["model.layers.2.mlp.experts.down_proj_scale"].kind is Kind.FUSED
+    assert roles["model.layers.2.mlp.experts.down_proj_input_scale"].kind is Kind.COPY
+
+
 def test_a_number_for_all_experts_beside_experts_of_their_own_is_in_every_layer(tmp_path: Path) -> None:
     model = replace(MODELS["qwen3_moe-ct-fp8-dynamic"], items=dict(MODELS["qwen3_moe-ct-fp8-dynamic"].items))
     for layer in (1, 2):
@@ -307,6 +318,12 @@ DECLARED: dict[str, dict[str, Any]] = {
     "a GPTQ exception": {"dynamic": {r"-:.*\.layers\.2\..*": {}}},
     "GPTQ bits": {"dynamic": {r"+:.*\.layers\.2\..*": {"bits": 16}}},
     "algorithms by name": {"quantized_layers": {n.replace("rs.2", "rs.1"): {"quant_algo": "FP8"} for n in NAMES}},
+    "algorithms of both": {
+        "quantized_layers": {
+            **{n.replace("rs.2", "rs.1"): {"quant_algo": "FP8"} for n in NAMES},
+            **{n: {"quant_algo": "NONE"} for n in NAMES},
+        }
+    },
     "groups": {"config_groups": {"a": {"targets": ["re:.*layers.1.mlp.experts.*"], "weights": {"num_bits": 8}}}},
     "bits by name": {"extra_config": {name: {"bits": 16} for name in NAMES}},
     "layers' own configs": {"layer_quant_config": {"model.layers.1.mlp.experts.*": {"weight": {"dtype": "fp8_e4m3"}}}},
@@ -326,7 +343,15 @@ def test_mixed_precision_that_the_config_declares_is_legal(tmp_path: Path, decla
         {"modules_to_not_convert": ["model.layers.20", "layers.2.self_attn", "gate", "model.layers.2.mlp.gate"]},
         {"ignore": ["re:.*layers.*mlp.gate$", "re:.*self_attn.*"]},
         {"exclude_modules": ["model.layers.2?.*"]},
-        {"ignore": ["re:(", "re:" + "(.*)*" * 9 + "!", "re:" + "(.|.)" * 40 + "!", "re:" + ".*" * 30 + "!"]},
+        {
+            "ignore": [
+                "re:(",
+                "re:(.+)+!",
+                "re:" + "(.*)*" * 9 + "!",
+                "re:" + "(.|.)" * 40 + "!",
+                "re:" + ".*" * 30 + "!",
+            ]
+        },
         {"quantized_layers": {n: {"quant_algo": "FP8"} for m in NAMES for n in (m, m.replace("rs.2", "rs.1"))}},
     ],
     ids=["nothing", "no list", "other modules", "other patterns", "another glob", "patterns that hurt", "all alike"],
