@@ -38,6 +38,12 @@ def test_layers_of_unequal_experts_have_their_own_sizes(tmp_path: Path) -> None:
     assert sizes.note is None
 
 
+def test_the_largest_expert_counts_where_one_lacks_an_activation_scale(tmp_path: Path) -> None:
+    model = qwen3_moe("ct-fp8-static")
+    del model.items["model.layers.2.mlp.experts.3.up_proj.input_scale"]
+    assert Model.open(model.save(tmp_path / "m")).expert_bytes.by_layer == dict.fromkeys((1, 2), 3 * (H * W + 2 * 4))
+
+
 @pytest.mark.parametrize("given", ["config", "no weights", "a shard missing"])
 def test_without_whole_weights_sizes_are_estimated_and_it_is_said(tmp_path: Path, given: str) -> None:
     model = qwen3_moe("fp8-block")
