@@ -199,6 +199,15 @@ def test_the_page_on_proofs_lists_every_change() -> None:
     assert listed.strip() == as_markdown(), "run: python -m tests.verify_mutants"
 
 
+def test_a_layer_that_the_plan_lacked_is_told_with_the_plan(cases: dict[str, Case], tmp_path: Path) -> None:
+    """Without it, a planned row that happens to be the start layout looks the same."""
+    case = cases["gpt_oss-mxfp4-stock"]
+    made = case.broken(tmp_path)
+    made.json("eplb_provenance.json", lambda document: document["identity_layers"].remove(3))
+    (problem,) = verify(case.checkpoint, made.folder, case.plan, Level.headers).problems
+    assert "identity_layers has 0 entries, must have 1" in problem
+
+
 def test_a_plan_that_the_layout_cannot_store(tmp_path: Path) -> None:
     """A forged plan, record and provenance would agree with each other."""
     model = deepseek(groups=4)

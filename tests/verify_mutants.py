@@ -470,6 +470,12 @@ for path, value, what in [
     edit(G, PROVENANCE, what, lambda d, p=path, v=value: put(d, p, v), PROVENANCE if path == "source" else path)
 for path in ("tool_version", "layout", "source.shards", "source.revision", "plan_file_sha256", "side_files", "tensors"):
     edit(G, PROVENANCE, f"{path} lost", lambda d, p=path: drop(d, p), path.split(".")[-1])
+row(
+    G,
+    "a planned layer among those that the plan lacked",
+    lambda m: m.json(PROVENANCE, lambda d: d["identity_layers"].insert(0, min(m.names))),
+    "identity_layers",
+)
 edit(G, PROVENANCE, "an unknown key", lambda d: new(d, "more", 1), "more must not be there")
 edit(G, PROVENANCE, "an unknown key of the source", lambda d: new(d, "source.more", 1), "source.more")
 
