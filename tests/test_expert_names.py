@@ -182,7 +182,8 @@ def test_what_singles_out_experts_and_cannot_follow_is_refused(side: Side, text:
         "model.layers.1.mlp.experts.gate_up_proj",
         "model.layers.2.mlp.experts.3.w1",
         "model.layers.1.mlp.shared_experts.0.w1",
-        "mtp.layers.0.mlp.experts.3",
+        "mtp.layers.1.mlp.experts.3",
+        "mtp.0.mlp.experts.3",
         "128 experts with top-8 routing",
         "https://example.org/experts",
     ],
@@ -209,6 +210,20 @@ def test_a_list_and_an_object_grow_with_the_copies_in_order(side: Side) -> None:
             side.prepare("x.json", json.dumps(single).encode(), "physical")
     with pytest.raises(CheckpointError, match="cannot be expanded"):
         side.prepare("x.yaml", name.format(twice).encode(), "physical")
+
+
+def test_a_key_of_yaml_follows_and_keeps_its_colon(side: Side) -> None:
+    row = ROWS["stock"][1]
+    expert = next(expert for expert in range(E) if row.index(expert) != expert)
+    after = side.prepare("x.yaml", f"model.layers.1.mlp.experts.{expert}: [1]\n".encode(), "stock")
+    assert after == f"model.layers.1.mlp.experts.{row.index(expert)}: [1]\n".encode()
+
+
+def test_json_that_no_reader_takes_is_copied_unless_it_names_experts(side: Side) -> None:
+    assert side.prepare("x.json", b"{'experts': 1}", "stock") is None
+    with pytest.raises(CheckpointError, match="is not JSON") as caught:
+        side.prepare("x.json", b'{"model.layers.1.mlp.experts.3": 1,}', "stock")
+    assert "it names experts, which must follow the plan" in str(caught.value)
 
 
 def test_a_text_that_names_one_of_two_copies_is_none_of_the_source(side: Side) -> None:

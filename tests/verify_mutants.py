@@ -757,6 +757,19 @@ def another_ranks_file(made: Broken) -> None:
 
 row(G, "an expert in another rank's file", another_ranks_file, "model-ep")
 
+
+def shared_in_a_ranks_file(made: Broken) -> None:
+    made.require(made.layout == "physical")
+    name, files = "lm_head.weight", sorted(made.folder.glob("model-ep*.safetensors"))
+    made.require(files)
+    tensor = read_safetensors(made.shard_of(name))[name]
+    lose(made, name)
+    made.tensors(next(iter(read_safetensors(files[0]))), lambda d: d.update({name: tensor}))
+    made.listed(lambda d: d.update({name: files[0].name}))
+
+
+row(G, "a shared tensor in a rank's file", shared_in_a_ranks_file, "model-shared-")
+
 # Files that do not belong there.
 G = "files added"
 for name in [
