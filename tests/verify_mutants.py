@@ -603,6 +603,10 @@ row(
     "other.safetensors.index.json",
 )
 
+row(
+    G, "under another name", lambda m: (m.folder / INDEX).rename(m.folder / "x.safetensors.index.json"), "x.safetensors"
+)
+
 # The shards.
 G = "shards"
 
@@ -725,7 +729,7 @@ row(
 row(G, "an expert's tensor of another dtype", retyped, "experts.3.")
 row(G, "a tensor lost", lambda m: lose(m, "lm_head.weight"), "lm_head.weight is missing")
 row(G, "an expert's tensor lost", lambda m: lose(m, expert_tensor(m)), "is missing")
-row(G, "an expert's scale lost", lambda m: lose(m, expert_tensor(m, "_scale_inv")), "weight_scale_inv is missing")
+row(G, "an expert's scale lost", lambda m: lose(m, expert_tensor(m, "_scale_inv")), "expert 3: lacks")
 row(G, "a tensor added", extra_tensor, "experts.99.up_proj.weight")
 row(G, "a stale tensor in a second shard", stale_twin, "lm_head.weight")
 row(
