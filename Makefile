@@ -10,7 +10,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TARGET ?=
 SECONDS ?= 600
 
-.PHONY: demo demo-serve test fuzz mutants check docs format clean
+VERSION ?=
+
+.PHONY: demo demo-serve test test-vllm fuzz mutants check docs format clean
 
 demo: $(VENV)/.demo  ## profile, plan, convert and verify a model that the demo builds
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/run.sh
@@ -20,6 +22,9 @@ demo-serve: $(VENV)/.dev demo  ## serve the demo's result with a real vLLM on th
 
 test: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+
+test-vllm: $(VENV)/.dev  ## does a vLLM release have all that the plugin touches?  VERSION="0.30.0 0.33.0"
+	$(BIN)/python -m tests.vllm_cpu.releases $(VERSION)
 
 fuzz: $(VENV)/.dev  ## damaged inputs of every kind: is each read, or refused by name?  TARGET=traces SECONDS=600
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(addprefix --target ,$(TARGET)) $(ARGS)

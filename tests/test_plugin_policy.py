@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eplb_cli.metrics import balancedness, initial_map, rank_loads
-from eplb_cli.vllm_plugin.rebalancing import WatchedPolicy
+from eplb_cli.vllm_plugin.rebalancing import WatchedPolicy, _within
 from eplb_cli.vllm_plugin.settings import Settings
 
 LAYERS, EXPERTS, REDUNDANT, RANKS = 3, 16, 8, 4
@@ -176,3 +176,13 @@ def test_each_rebalance_is_logged_and_recorded(tmp_path: Path, caplog: pytest.Lo
     quiet = watched(Settings(status_dir=tmp_path / "other"), rank=1)
     rebalance(quiet, loads, old)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_budget_goes_to_the_layers_that_gain_most_per_move_and_is_used_up() -> None:
+    """Each layer changes two slots. Layer 2 gains 35 for each, layer 0 gains 10, layer 1 nothing."""
+    old = np.array([[0, 1, 2, 3]] * 3, np.int32)
+    new = np.array([[0, 2, 1, 3], [1, 0, 2, 3], [2, 1, 0, 3]], np.int32)
+    loads = np.array([[50, 40, 20, 10], [40, 30, 20, 10], [100, 90, 10, 20]], np.int64)
+    assert _within(4, old, new, loads, 2).tolist() == [new[0].tolist(), old[1].tolist(), new[2].tolist()]
+    assert _within(3, old, new, loads, 2).tolist() == [old[0].tolist(), old[1].tolist(), new[2].tolist()]
+    assert _within(1, old, new, loads, 2).tolist() == old.tolist()

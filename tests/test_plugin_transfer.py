@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,33 +16,8 @@ import torch
 from eplb_cli.vllm_plugin.proof import slot_checksums
 from eplb_cli.vllm_plugin.status import read_records
 from tests.vllm_cpu.engine import free_port
+from tests.vllm_cpu.releases import RELEASES, sources
 from tests.vllm_cpu.two_ranks import MISTAKES
-
-RELEASES = ("0.14.0", "0.18.0", "0.22.0", "0.26.0", "0.30.0", "0.33.0")
-CACHE = Path(__file__).parents[1] / ".pytest_cache" / "vllm"
-
-
-def eplb_code(release: str) -> Path:
-    """The folder with a release's EPLB modules, taken from its wheel once and kept."""
-    folder = CACHE / f"vllm-{release}"
-    if folder.is_dir():
-        return folder
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", scratch,
-            "--platform", "manylinux_2_31_x86_64", "--platform", "manylinux_2_28_x86_64", f"vllm=={release}",
-        ]  # fmt: skip
-        download = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheels = list(Path(scratch).glob("*.whl"))
-        if not wheels:
-            pytest.skip(f"the wheel of vLLM {release} cannot be fetched: {download.stderr.strip()[-200:]}")
-        target = Path(scratch) / "code"
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            names = [name for name in wheel.namelist() if name.startswith("vllm/distributed/eplb/")]
-            wheel.extractall(target, names)
-        CACHE.mkdir(parents=True, exist_ok=True)
-        shutil.move(target, folder)
-    return folder
 
 
 def two_ranks(folder: Path, what: str, scratch: Path) -> list[tuple[int, str]]:
@@ -92,12 +64,14 @@ def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
     return [json.loads(out) for _, out in two_ranks(installed, "mistakes", tmp_path_factory.mktemp("starts"))]
 
 
+@pytest.mark.xdist_group("starts")  # which share one run of both ranks
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_start_without_a_mistake_is_proven_and_stays_so(answers: list[dict[str, Any]], name: str) -> None:
     """The digest is the plan's own, also after a rebalance that moved nothing; it is not once two slots change."""
     assert [answer[name] for answer in answers] == [CONTROLS[name]] * 2
 
 
+@pytest.mark.xdist_group("starts")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_start_is_refused_on_both_ranks(answers: list[dict[str, Any]], name: str) -> None:
     for answer in answers:
@@ -123,7 +97,11 @@ def test_a_rank_that_waits_in_vain_is_ended(installed: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_moves_every_expert_to_its_slots(release: str, tmp_path: Path) -> None:
-    for _, out in two_ranks(eplb_code(release), "controls", tmp_path):
+    try:
+        folder = sources(release)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    for _, out in two_ranks(folder, "controls", tmp_path):
         assert json.loads(out) == CONTROLS
 
 
