@@ -46,10 +46,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines share one process that has vLLM imported, and both cores: `--dist loadgroup` runs them one by one."""
+    """Engines share one process that has vLLM imported, and both cores: `--dist loadgroup` runs them one by one.
+
+    The starts on two ranks share one run of both.
+    """
     for item in items:
         if item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.xdist_group("engines"))
+        elif "starts" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("starts"))
 
 
 def may_skip(reason: str, lacking: list[str]) -> bool:

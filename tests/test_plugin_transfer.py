@@ -59,22 +59,20 @@ def installed() -> Path:
 
 
 @pytest.fixture(scope="session")
-def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def starts(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both ranks make of every start of `two_ranks`."""
     return [json.loads(out) for _, out in two_ranks(installed, "mistakes", tmp_path_factory.mktemp("starts"))]
 
 
-@pytest.mark.xdist_group("starts")  # which share one run of both ranks
 @pytest.mark.parametrize("name", CONTROLS)
-def test_a_start_without_a_mistake_is_proven_and_stays_so(answers: list[dict[str, Any]], name: str) -> None:
+def test_a_start_without_a_mistake_is_proven_and_stays_so(starts: list[dict[str, Any]], name: str) -> None:
     """The digest is the plan's own, also after a rebalance that moved nothing; it is not once two slots change."""
-    assert [answer[name] for answer in answers] == [CONTROLS[name]] * 2
+    assert [answer[name] for answer in starts] == [CONTROLS[name]] * 2
 
 
-@pytest.mark.xdist_group("starts")
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_the_start_is_refused_on_both_ranks(answers: list[dict[str, Any]], name: str) -> None:
-    for answer in answers:
+def test_a_mistake_in_the_start_is_refused_on_both_ranks(starts: list[dict[str, Any]], name: str) -> None:
+    for answer in starts:
         assert MISTAKES[name][1] in (answer[name] or "accepted")
 
 
