@@ -130,3 +130,10 @@ def test_a_checksum_is_of_bytes_not_of_values() -> None:
 def test_a_checksum_takes_any_dtype_and_shape(dtype: torch.dtype) -> None:
     tensor = torch.arange(30).reshape(2, 5, 3).to(dtype)
     assert slot_checksums([tensor, tensor[:, 0, 0].contiguous()]).shape == (2,)
+
+
+def test_the_page_of_proofs_lists_every_mistake() -> None:
+    page = (Path(__file__).parents[1] / "docs/proofs.md").read_text()
+    listed = page.partition("### Mistakes that were made on purpose")[2].replace("\n", " ")
+    for name in MISTAKES:
+        assert name.replace("_s_", "'s ").replace("_", " ") in listed

@@ -64,7 +64,7 @@ class EndpointPlugin:
                 "ranks": ranks,
                 "consistent": len({(rank["pp_rank"], rank["live_sha256"]) for rank in ranks})
                 == len({rank["pp_rank"] for rank in ranks}),
-                "as_planned": all(rank["as_planned"] for rank in ranks),
+                "as_planned": bool(ranks) and all(rank["as_planned"] for rank in ranks),
                 "last_rebalance": rebalances[0] if rebalances else None,
             }
 

@@ -402,6 +402,31 @@ def file_replaced_since_it_was_checked(attempt: Attempt) -> None:
     object.__setattr__(attempt.settings, "plan", other)
 
 
+def _for(layer_ids: tuple[int, ...]) -> Placement:
+    rows = np.resize(plan().physical_to_logical, (len(layer_ids), SLOTS))
+    return Placement(rows, np.array(layer_ids, np.int32), EXPERTS, RANKS, provenance=Provenance(strategy="deepseek"))
+
+
+def plan_lacks_a_layer(attempt: Attempt) -> None:
+    attempt.placement = _for((1, 2, 7))
+
+
+def plan_has_a_layer_more(attempt: Attempt) -> None:
+    attempt.placement = _for((1, 2, 4, 6, 7))
+
+
+def file_lacks_a_layer(attempt: Attempt) -> None:
+    _for((1, 2, 4)).save(attempt.file)
+
+
+def file_has_a_layer_more(attempt: Attempt) -> None:
+    _for((0, *LAYER_IDS)).save(attempt.file)
+
+
+def loaded_in_another_layout(attempt: Attempt) -> None:
+    _exchange(attempt.model.rows[2], 1, 3)
+
+
 def policy_not_asked(attempt: Attempt) -> None:
     policy = attempt.state.policy
     attempt.state.rearrange = lambda is_profile=False: policy.rebalance_experts(
@@ -469,6 +494,11 @@ MISTAKES: dict[str, tuple[Callable[[Attempt], None], str]] = {
         (weights_of_two_layers_exchanged, "slots hold the wrong weights"),
         (another_file_on_one_rank, "the ranks read different plans"),
         (file_replaced_since_it_was_checked, "is said to hold expert"),
+        (plan_lacks_a_layer, "layer 4: the plan has no row for this MoE layer"),
+        (plan_has_a_layer_more, "layer 6: the plan has a row for a layer that is not an MoE layer of the model"),
+        (file_lacks_a_layer, "layer 7: the plan's file has no row for this layer of the model"),
+        (file_has_a_layer_more, "layer 0: the plan's file has a row for a layer that is not live"),
+        (loaded_in_another_layout, "vLLM did not load the model in its usual start layout"),
         (policy_not_asked, "vLLM does not ask the policy"),
         (rebalances_by_another_way, "vLLM does not ask the policy"),
         (policy_asked_without_the_live_map, "old_global_expert_indices"),
