@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eplb_cli.metrics import balancedness, initial_map, rank_loads
-from eplb_cli.vllm_plugin.rebalancing import WatchedPolicy, _within
+from eplb_cli.vllm_plugin.rebalancing import WatchedPolicy, _within, watch
 from eplb_cli.vllm_plugin.settings import Settings
 
 LAYERS, EXPERTS, REDUNDANT, RANKS = 3, 16, 8, 4
@@ -186,3 +186,25 @@ def test_the_budget_goes_to_the_layers_that_gain_most_per_move_and_is_used_up() 
     assert _within(4, old, new, loads, 2).tolist() == [new[0].tolist(), old[1].tolist(), new[2].tolist()]
     assert _within(3, old, new, loads, 2).tolist() == [old[0].tolist(), old[1].tolist(), new[2].tolist()]
     assert _within(1, old, new, loads, 2).tolist() == old.tolist()
+
+
+@pytest.mark.parametrize("name, real", [("static", 0), ("vllm", 1)])
+def test_only_a_static_plan_swallows_a_rebalance(name: Any, real: int) -> None:
+    """Dummy rearrangements always pass: with them vLLM measures its memory."""
+    seen: list[bool] = []
+
+    class State:
+        policy = ReturningAMap
+
+        def step(self, is_profile: bool = False) -> None:
+            self.rearrange(is_profile)
+
+        def rearrange(self, is_profile: bool = False) -> None:
+            seen.append(is_profile)
+            self.policy.rebalance_experts(torch.zeros(LAYERS, EXPERTS), SLOTS, 1, 1, RANKS, start_map())
+
+    state = State()
+    watch(Settings(policy=name), state, RANKS, 0)
+    state.step()
+    state.step(is_profile=True)
+    assert (seen.count(True), seen.count(False)) == (2, real)
