@@ -62,7 +62,7 @@ def test_a_defect_is_kept_with_its_input(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "plans" / "counts.json").read_text())["verdicts"] == {"internal": 1}
 
 
-CLEAN = ("plans",)
+CLEAN = ("traces",)
 """Targets whose cases show no defect."""
 
 

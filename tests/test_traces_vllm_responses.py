@@ -137,5 +137,5 @@ def test_a_cut_payload_says_which_choice(tmp_path: Path) -> None:
     document = response(routing(20))
     document["choices"][0]["routed_experts"] = document["choices"][0]["routed_experts"][:-8]
     (tmp_path / "a.json").write_text(json.dumps(document))
-    with pytest.raises(TraceError, match=r"a.json \(line 1, choice 0\): routed_experts is cut"):
+    with pytest.raises(TraceError, match=r"a.json \(line 1, choice 0\): is cut"):
         read_traces([tmp_path / "a.json"], ReadOptions(MODEL))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ MAX_EXPERTS = 1024
 SAMPLE_ROWS = 64
 TELLING_ROWS = 128
 ROWS_BYTES = 8 << 20
+MAX_ROW_BYTES = 4 << 20
 
 Kind = Literal["ids", "counts", "ambiguous", "neither"]
 
@@ -78,7 +78,7 @@ def sample_rows(file: TraceFile, header: ArrayHeader) -> npt.NDArray[Any]:
         return np.zeros((0, *header.shape[1:]))
     row = header.nbytes // header.shape[0]
     rows = max(1, min(header.shape[0], SAMPLE_ROWS, (1 << 22) // max(1, row)))
-    with file.path.open("rb") as stream:
+    with file.open() as stream:
         stream.seek(header.offset)
         content = stream.read(rows * row)
     return np.frombuffer(content, header.dtype).reshape(rows, *header.shape[1:])
@@ -100,16 +100,13 @@ def stream_rows(file: TraceFile, key: str | None = None) -> Iterator[tuple[int, 
             yield from _rows(stream, header, file.name)
             file.finish(stream)
         return
-    with zipfile.ZipFile(file.path) as archive, archive.open(f"{key}.npy") as member:
+    with file.archive() as archive, archive.open(f"{key}.npy") as member:
         header = read_array_header(member, f"{file.name}[{key}]")  # type: ignore[arg-type]
         if header.fortran_order:
             array = file.npz_array(str(key))
             yield from ((start, array[start : start + 4096]) for start in range(0, len(array), 4096))
             return
-        try:
-            yield from _rows(member, header, f"{file.name}[{key}]")  # type: ignore[arg-type]
-        except zipfile.BadZipFile as error:
-            raise TraceError(f"array {key} is damaged ({error})", file=file.name) from error
+        yield from _rows(member, header, f"{file.name}[{key}]")  # type: ignore[arg-type]
 
 
 def _column_major(file: TraceFile, header: ArrayHeader) -> Iterator[tuple[int, npt.NDArray[Any]]]:
@@ -124,6 +121,8 @@ def _rows(
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     total, *rest = header.shape
     row_bytes = header.nbytes // total if total else 0
+    if row_bytes > MAX_ROW_BYTES:
+        raise TraceError(f"has rows of {row_bytes:,} bytes", file=name, rule=f"a token has at most {MAX_ROW_BYTES:,}")
     rows = max(1, ROWS_BYTES // max(1, row_bytes))
     for start in range(0, total, rows):
         count = min(rows, total - start)

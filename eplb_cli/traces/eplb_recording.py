@@ -20,6 +20,7 @@ from eplb_cli.errors import TraceError
 from eplb_cli.loads import PHASES
 from eplb_cli.traces.files import TraceFile
 from eplb_cli.traces.protocol import (
+    MOST_EXPERTS,
     CountBlock,
     LayerAxis,
     Match,
@@ -31,6 +32,7 @@ from eplb_cli.traces.protocol import (
     no_match,
 )
 from eplb_cli.traces.ranks import check_ranks, name_gaps
+from eplb_cli.untrusted import shown
 
 __all__ = ["EplbRecordingReader"]
 
@@ -80,6 +82,10 @@ def _header(file: TraceFile) -> Mapping[str, Any]:
     missing = [key for key in HEADER_KEYS if key not in header]
     if missing:
         raise TraceError(f"its header lacks {missing}", file=file.name)
+    numbers = ("num_experts", "top_k", "dp_rank", "dp_size", "pp_rank", "pp_size")
+    odd = [key for key in numbers if type(header[key]) is not int or not 0 <= header[key] <= MOST_EXPERTS]
+    if odd:
+        raise TraceError(f"{odd[0]} is {shown(header[odd[0]])}", file=file.name, rule=f"a number 0..{MOST_EXPERTS}")
     return header
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
+import lzma
+import math
+import os
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -19,16 +23,25 @@ import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
 from eplb_cli.files import sha256_of_file
+from eplb_cli.untrusted import open_file, parse_json, shown
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ArrayHeader", "Container", "TraceFile", "natural_key", "read_array_header"]
+__all__ = ["ArrayHeader", "Container", "TraceFile", "array_of", "natural_key", "read_array_header", "tensor_to_numpy"]
 
 HEAD_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 30
 """A JSONL record longer than this is refused: no recorder writes one."""
 CHUNK_BYTES = 4 << 20
+MAX_ARRAY_BYTES = 4 << 30
+"""What is read as a whole is no larger: a thousand windows of the largest models are an eighth of it."""
+MAX_HEADER_BYTES = 100 << 20
+"""Longest header of a safetensors file, the format's own limit."""
+MAX_ARRAY_HEADER_BYTES = 10_000
+MAX_EXPANSION = 256
+EXPANSION_FREE_BYTES = 64 << 20
+"""A member of an archive that expands to more than this, and by more than MAX_EXPANSION, is no recording."""
 SAMPLED_FROM_BYTES = 4 << 30
 """Files from this size on are digested in samples: a digest of all would take longer than the reading."""
 SAMPLES = 256
@@ -77,24 +90,38 @@ def read_array_header(stream: BinaryIO, name: str) -> ArrayHeader:
     """Read the header of an array in numpy's format; `stream` is left at the first byte of the data.
 
     Raises:
-        TraceError: the header is damaged, or the array holds Python objects.
+        TraceError: the header is damaged, or the array is none of plain numbers.
     """
+    start = stream.read(12)
+    major = start[6] if len(start) == 12 else 0
+    length = int.from_bytes(start[8:10] if major == 1 else start[8:12], "little")
+    if not start.startswith(b"\x93NUMPY") or major not in (1, 2, 3) or length > MAX_ARRAY_HEADER_BYTES:
+        raise TraceError("has a damaged .npy header", file=name)
+    offset = 10 if major == 1 else 12
+    header = io.BytesIO(start + stream.read(offset + length - 12))
     try:
-        version = np.lib.format.read_magic(stream)  # type: ignore[no-untyped-call]
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran_order, dtype = read(stream)  # type: ignore[no-untyped-call]
-    except (ValueError, EOFError, KeyError, SyntaxError) as error:
-        raise TraceError(f"has a damaged .npy header ({error})", file=name) from error
+        np.lib.format.read_magic(header)  # type: ignore[no-untyped-call]
+        read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, fortran_order, dtype = read(header)  # type: ignore[no-untyped-call]
+    except Exception as error:  # the header is a Python expression: its parser has errors of every kind
+        raise TraceError(f"has a damaged .npy header ({shown(str(error))})", file=name) from None
     if dtype.hasobject:
         raise TraceError("holds pickled Python objects", file=name, rule="only plain arrays are read")
-    return ArrayHeader(shape, fortran_order, dtype, stream.tell())
+    if (
+        dtype.kind == "V"
+        or not dtype.itemsize
+        or any(size < 0 for size in shape)
+        or math.prod(shape) * dtype.itemsize >= 2**62
+    ):
+        raise TraceError(f"is {shown(str(dtype))} {shown(list(shape))}", file=name, rule="only plain arrays are read")
+    return ArrayHeader(shape, fortran_order, dtype, offset + length)
 
 
 class _HashingReader(io.RawIOBase):
     """Reads a file from its start to its end, digesting and reporting what passes."""
 
     def __init__(self, path: Path, advance: Callable[[int], None], *, digest: bool) -> None:
-        self._stream = path.open("rb", buffering=0)
+        self._stream = open_file(path, TraceError).detach()  # type: ignore[attr-defined]
         self._advance = advance
         self.digest = hashlib.sha256() if digest else None
         self.position = 0
@@ -142,12 +169,17 @@ class TraceFile:
     @cached_property
     def size(self) -> int:
         """Bytes."""
-        return self.path.stat().st_size
+        with self.open() as stream:
+            return os.fstat(stream.fileno()).st_size
+
+    def open(self) -> BinaryIO:
+        """Open for reading; what is no regular file is refused."""
+        return open_file(self.path, TraceError)
 
     @cached_property
     def head(self) -> bytes:
         """The first bytes."""
-        with self.path.open("rb") as stream:
+        with self.open() as stream:
             return stream.read(HEAD_BYTES)
 
     @cached_property
@@ -171,21 +203,44 @@ class TraceFile:
             return Container.text
         return Container.jsonl if self._is_jsonl() else Container.json
 
-    def _zip_kind(self) -> Container:
+    @contextmanager
+    def archive(self) -> Iterator[zipfile.ZipFile]:
+        """The file as an archive.
+
+        Raises:
+            TraceError: it is damaged, or a member would expand beyond reason.
+        """
         try:
-            with zipfile.ZipFile(self.path) as archive:
-                names = archive.namelist()
-        except (zipfile.BadZipFile, OSError):
-            raise TraceError(
-                "is a damaged or cut archive (.npz or .pt)", file=self.name, hint="Copy it again."
-            ) from None
+            with self.open() as stream, zipfile.ZipFile(stream) as archive:
+                for member in archive.infolist():
+                    if member.file_size > max(EXPANSION_FREE_BYTES, MAX_EXPANSION * member.compress_size):
+                        raise TraceError(
+                            f"{shown(member.filename)} expands {member.compress_size:,} bytes to {member.file_size:,}",
+                            file=self.name,
+                            rule=f"recordings shrink by less than a factor of {MAX_EXPANSION}",
+                        )
+                yield archive
+        # zipfile raises NotImplementedError for methods it lacks and RuntimeError for encrypted members.
+        except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, RuntimeError, ValueError) as error:
+            raise self._damaged(error) from None
+        except (struct.error, IndexError, KeyError, OverflowError) as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: Exception) -> TraceError:
+        return TraceError(
+            f"is a damaged or cut archive ({shown(str(error))})", file=self.name, hint="Copy it again (.npz or .pt)."
+        )
+
+    def _zip_kind(self) -> Container:
+        with self.archive() as archive:
+            names = archive.namelist()
         if any(name.endswith("data.pkl") for name in names):
             return Container.torch
         return Container.npz if names and all(name.endswith(".npy") for name in names) else Container.unknown
 
     def _is_jsonl(self) -> bool:
         """True when the first line is a document of its own and something follows it."""
-        with self.path.open("rb") as stream:
+        with self.open() as stream:
             line = stream.readline(MAX_LINE_BYTES)
             while line and not line.strip():
                 line = stream.readline(MAX_LINE_BYTES)
@@ -239,9 +294,10 @@ class TraceFile:
         if stream.digest is not None:
             self._sha256 = stream.digest.hexdigest()
 
-    def read_bytes(self) -> bytes:
+    def read_bytes(self, most_bytes: int = MAX_LINE_BYTES) -> bytes:
         """The whole content, digested."""
-        content = self.path.read_bytes()
+        with open_file(self.path, TraceError, most_bytes=most_bytes) as stream:
+            content = stream.read(most_bytes)
         self._sha256 = hashlib.sha256(content).hexdigest()
         self._advance(len(content))
         return content
@@ -253,7 +309,7 @@ class TraceFile:
         Raises:
             TraceError: it is not JSON.
         """
-        return _parse_json(self.read_bytes(), self.name)
+        return parse_json(self.read_bytes().removeprefix(b"\xef\xbb\xbf"), TraceError, file=self.name, finite=False)
 
     @cached_property
     def first_record(self) -> Any:
@@ -262,11 +318,11 @@ class TraceFile:
             return self.document
         if self.container is not Container.jsonl:
             return None
-        with self.path.open("rb") as stream:
+        with self.open() as stream:
             line = stream.readline(MAX_LINE_BYTES)
             while not line.strip():
                 line = stream.readline(MAX_LINE_BYTES)
-        return json.loads(line)
+        return self._record(line)
 
     def records(self) -> Iterator[tuple[int, Any, bool]]:
         """Each record of a JSONL file with its line number from 1, and whether it is the cut last line (then None).
@@ -274,7 +330,7 @@ class TraceFile:
         A JSON file counts as one record.
 
         Raises:
-            TraceError: a line that is not the last is not JSON.
+            TraceError: a line that is not the last is not JSON, or one is longer than any recorder's.
         """
         if self.container is Container.json:
             yield 1, self.document, False
@@ -282,37 +338,63 @@ class TraceFile:
         number = 0
         broken: tuple[int, str] | None = None
         stream = self.stream()
-        for line in io.BufferedReader(stream, CHUNK_BYTES):
+        lines = io.BufferedReader(stream, CHUNK_BYTES)
+        while line := lines.readline(MAX_LINE_BYTES):
             number += 1
+            if len(line) == MAX_LINE_BYTES:
+                raise TraceError("is longer than any recorder's line", file=self.name, row=number)
             if not line.strip():
                 continue
             if broken:
-                raise TraceError(f"line {broken[0]} is not JSON: {broken[1]}", file=self.name)
+                raise TraceError(f"line {broken[0]} {broken[1]}", file=self.name)
             try:
-                yield number, _loads(line), False
-            except ValueError as error:
-                broken = (number, str(error))
+                record = self._record(line)
+            except TraceError as error:
+                broken = (number, error.problem)
+            else:
+                yield number, record, False
         self._keep_digest(stream)
         if broken:
             yield broken[0], None, True
 
+    def _record(self, line: bytes) -> Any:
+        """A line's document, fast; what the fast parser refuses (NaN, huge integers, depth) goes to the strict one."""
+        import msgspec
+
+        try:
+            return msgspec.json.decode(line)
+        except (msgspec.DecodeError, RecursionError, ValueError):
+            return parse_json(line, TraceError, file=self.name, finite=False)
+
     def npz_headers(self) -> Mapping[str, ArrayHeader]:
-        """Name -> header of each array in an archive."""
+        """Name -> header of each array in an archive.
+
+        Raises:
+            TraceError: it is damaged, or an array is longer or shorter than its header says.
+        """
         headers = {}
-        with zipfile.ZipFile(self.path) as archive:
-            for member in archive.namelist():
+        with self.archive() as archive:
+            for member in archive.infolist():
                 with archive.open(member) as stream:
-                    headers[member.removesuffix(".npy")] = read_array_header(stream, f"{self.name}[{member}]")  # type: ignore[arg-type]
+                    header = read_array_header(stream, f"{self.name}[{shown(member.filename)}]")  # type: ignore[arg-type]
+                if header.offset + header.nbytes != member.file_size:
+                    raise TraceError(
+                        f"{shown(member.filename)} has {member.file_size:,} bytes",
+                        file=self.name,
+                        rule=f"its header promises {header.offset + header.nbytes:,}",
+                    )
+                headers[member.filename.removesuffix(".npy")] = header
         return headers
 
     def npz_array(self, key: str) -> npt.NDArray[Any]:
         """One array of an archive, whole."""
-        with zipfile.ZipFile(self.path) as archive, archive.open(f"{key}.npy") as stream:
-            try:
-                array: npt.NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)  # type: ignore[no-untyped-call]
-            except (ValueError, EOFError, zipfile.BadZipFile) as error:
-                raise TraceError(f"array {key} cannot be read ({error})", file=self.name) from error
-        return array
+        with self.archive() as archive, archive.open(f"{key}.npy") as stream:
+            header = read_array_header(stream, f"{self.name}[{key}]")  # type: ignore[arg-type]
+            if header.nbytes > MAX_ARRAY_BYTES:
+                raise TraceError(
+                    f"{key} has {header.nbytes:,} bytes", file=self.name, rule=f"at most {MAX_ARRAY_BYTES:,}"
+                )
+            return array_of(header, stream.read(header.nbytes), self.name)
 
     @cached_property
     def npy_header(self) -> ArrayHeader:
@@ -321,7 +403,7 @@ class TraceFile:
         Raises:
             TraceError: it is damaged, or the file is shorter than it says.
         """
-        with self.path.open("rb") as stream:
+        with self.open() as stream:
             header = read_array_header(stream, self.name)
         present = self.size - header.offset
         if present < header.nbytes:
@@ -333,21 +415,30 @@ class TraceFile:
     def npy_array(self) -> npt.NDArray[Any]:
         """The whole array of a .npy file."""
         header = self.npy_header
-        content = self.read_bytes()
-        flat = np.frombuffer(content, header.dtype, header.nbytes // header.dtype.itemsize, header.offset)
-        return flat.reshape(header.shape, order="F" if header.fortran_order else "C")
+        return array_of(header, self.read_bytes(MAX_ARRAY_BYTES)[header.offset :], self.name)
 
     def safetensors_header(self) -> Mapping[str, Any]:
-        """Name -> {dtype, shape, data_offsets}, and `__metadata__`."""
+        """Name -> {dtype, shape, data_offsets}, and `__metadata__`.
+
+        Raises:
+            TraceError: it is damaged, or names what is not in the file.
+        """
         length = struct.unpack("<Q", self.head[:8])[0]
-        with self.path.open("rb") as stream:
+        if length > MAX_HEADER_BYTES:
+            raise TraceError(f"has a safetensors header of {length:,} bytes", file=self.name)
+        with self.open() as stream:
             stream.seek(8)
-            try:
-                header = json.loads(stream.read(length))
-            except ValueError as error:
-                raise TraceError(f"has a damaged safetensors header ({error})", file=self.name) from error
+            header = parse_json(stream.read(length), TraceError, file=self.name)
         if not isinstance(header, dict):
             raise TraceError("has a damaged safetensors header", file=self.name)
+        for name, entry in header.items():
+            sound = isinstance(entry, dict) and (
+                all(isinstance(text, str) for text in entry.values())
+                if name == "__metadata__"
+                else _is_entry(entry, self.size - 8 - length)
+            )
+            if not sound:
+                raise TraceError(f"has a damaged safetensors header: {shown(name)} is {shown(entry)}", file=self.name)
         return header
 
     @cached_property
@@ -355,28 +446,34 @@ class TraceFile:
         """The content of a torch file, loaded without running any code of it, onto the CPU.
 
         Raises:
-            TraceError: it holds anything but tensors and plain containers, or is damaged.
+            TraceError: it holds anything but tensors and plain containers, is damaged, or claims more than it holds.
         """
         import pickle
         import warnings
 
         import torch
 
+        if self.head.startswith(b"PK"):
+            with self.archive() as archive:
+                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                    raise TraceError("is a compressed archive", file=self.name, rule="torch.save compresses nothing")
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), self.open() as stream:
                 warnings.simplefilter("ignore")  # on pickle protocols: what cannot be read raises
-                return torch.load(self.path, map_location="cpu", weights_only=True)
+                content = torch.load(stream, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             reason = str(error).splitlines()[0] if str(error) else "unknown"
             raise TraceError(
                 "holds pickled Python objects beyond tensors, numbers and containers",
                 file=self.name,
                 rule="unpickling runs whatever code the file names, so it is refused",
-                hint=f"torch says: {reason}",
+                hint=f"torch says: {shown(reason, most=300)}",
             ) from None
-        except (RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
+        except Exception as error:  # a pickle is a program: what it does wrong raises errors of every kind
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise TraceError(f"cannot be read as a torch file ({reason})", file=self.name) from error
+            raise TraceError(f"cannot be read as a torch file ({shown(reason, most=200)})", file=self.name) from None
+        _refuse_odd_tensors(content, self.name)
+        return content
 
     def forget(self) -> None:
         """Let go of parsed content; it can be read again."""
@@ -405,28 +502,72 @@ def tensor_to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
+def _refuse_odd_tensors(content: Any, name: str) -> None:
+    """Raise TraceError for a tensor that is no plain array of the file's own bytes.
+
+    A view with stride 0 has as many elements as it likes, and the first sum over it would take their memory. Containers
+    may hold each other many times over, so each is looked into once.
+    """
+    import torch
+
+    seen: set[int] = set()
+    below = [content]
+    while below:
+        value = below.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            below += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            below += value
+        elif isinstance(value, torch.Tensor):
+            plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+            if not plain or value.is_complex() or value.is_conj() or value.is_neg():
+                raise TraceError(f"holds a tensor {shown(str(value.dtype))} {value.layout}", file=name, rule=_PLAIN)
+            held = value.untyped_storage().nbytes() - value.storage_offset() * value.element_size()
+            if value.numel() * value.element_size() > held:
+                raise TraceError(
+                    f"holds a tensor {list(value.shape)} of strides {list(value.stride())}",
+                    file=name,
+                    rule=f"{held:,} bytes are there for its {value.numel():,} elements",
+                )
+
+
+_PLAIN = "plain tensors of numbers are read"
+
+
+def array_of(header: ArrayHeader, content: bytes, name: str) -> npt.NDArray[Any]:
+    """The array of a header from the bytes behind it, in the machine's own byte order.
+
+    Raises:
+        TraceError: they are too few.
+    """
+    if len(content) < header.nbytes:
+        raise TraceError(f"is cut: {header.nbytes:,} bytes are promised, {len(content):,} are there", file=name)
+    flat = np.frombuffer(content, header.dtype, math.prod(header.shape))
+    flat = flat if flat.dtype.isnative else flat.astype(flat.dtype.newbyteorder("="))
+    return flat.reshape(header.shape, order="F" if header.fortran_order else "C")
+
+
+def _is_entry(entry: Mapping[str, Any], most_bytes: int) -> bool:
+    """True for a tensor's entry in a safetensors header whose bytes lie in the file."""
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    return (
+        isinstance(entry.get("dtype"), str)
+        and isinstance(shape, list)
+        and all(type(size) is int and 0 <= size < 2**48 for size in shape)
+        and isinstance(offsets, list)
+        and len(offsets) == 2
+        and all(type(offset) is int for offset in offsets)
+        and 0 <= offsets[0] <= offsets[1] <= most_bytes
+        and bool(entry["dtype"])
+    )
+
+
 def _is_document(line: bytes) -> bool:
     try:
-        json.loads(line)
-    except ValueError:
+        parse_json(line, TraceError, finite=False)
+    except TraceError:
         return False
     return True
-
-
-def _loads(content: bytes) -> Any:
-    """Parse JSON fast; what the fast parser refuses (NaN, Infinity, huge integers) goes to the standard one."""
-    import msgspec
-
-    try:
-        return msgspec.json.decode(content)
-    except msgspec.DecodeError:
-        return json.loads(content)
-
-
-def _parse_json(content: bytes, name: str) -> Any:
-    try:
-        return _loads(content.removeprefix(b"\xef\xbb\xbf"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise TraceError(f"is not JSON: {error}", file=name) from None
-    except RecursionError:
-        raise TraceError("is JSON nested too deep to be a trace", file=name) from None

@@ -26,6 +26,7 @@ from eplb_cli.traces.protocol import (
     near_miss,
     no_match,
 )
+from eplb_cli.untrusted import shown
 
 __all__ = ["ImatrixReader"]
 
@@ -79,10 +80,19 @@ def _counts(file: TraceFile) -> dict[int, dict[str, npt.NDArray[Any]]]:
     """Layer -> projection -> counts."""
     from gguf import GGUFReader
 
+    class Bounded(GGUFReader):  # type: ignore[misc, unused-ignore]
+        """The library's reader gives short arrays where the file ends, and goes on for as many items as are claimed."""
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError("it ends before what it claims to hold")
+            return super()._get(offset, dtype, count, override_order)
+
+    file.open().close()  # a pipe would be waited for
     try:
-        tensors = GGUFReader(str(file.path)).tensors
-    except (ValueError, KeyError, IndexError, OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"cannot be read as GGUF ({error})", file=file.name) from error
+        tensors = Bounded(str(file.path)).tensors
+    except Exception as error:  # the library raises whatever a damaged header leads it into
+        raise TraceError(f"cannot be read as GGUF ({shown(str(error))})", file=file.name) from None
     layers: dict[int, dict[str, npt.NDArray[Any]]] = {}
     for tensor in tensors:
         match = TENSOR.match(tensor.name)

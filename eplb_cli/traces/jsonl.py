@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
-from eplb_cli.traces.files import CHUNK_BYTES, TraceFile
+from eplb_cli.traces.files import CHUNK_BYTES, MAX_LINE_BYTES, TraceFile
 from eplb_cli.traces.protocol import Recording
 
 __all__ = ["RouteLines", "parse_routes", "read_routes"]
@@ -147,6 +147,8 @@ def _batches(file: TraceFile) -> Iterator[bytes]:
                 rest = tail
             else:
                 rest += content
+                if len(rest) > MAX_LINE_BYTES:
+                    raise TraceError(f"has a line of more than {MAX_LINE_BYTES:,} bytes", file=file.name)
         if rest:
             yield rest
         file.finish(stream)

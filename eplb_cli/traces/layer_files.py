@@ -92,7 +92,7 @@ def _layer_of(file: TraceFile) -> int | None:
 
 
 def _ids(file: TraceFile) -> Iterator[list[int]]:
-    with file.path.open("rb") as stream:
+    with file.open() as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue

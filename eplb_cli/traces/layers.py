@@ -10,8 +10,12 @@ import numpy.typing as npt
 from eplb_cli.errors import TraceError
 from eplb_cli.loads import ModelShape
 from eplb_cli.traces.protocol import LayerAxis
+from eplb_cli.untrusted import shown
 
 __all__ = ["LayerRows", "resolve_layers"]
+
+MOST_LAYERS = 1 << 16
+"""More than any model has; an id beyond is damage, and one row for each layer below it would fill the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +76,12 @@ def _rows(positions: range, ids: range | tuple[int, ...]) -> LayerRows:
 
 
 def _by_id(ids: tuple[int, ...], moe: tuple[int, ...] | None, hidden: int | None, file: str) -> LayerRows:
-    if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
-        raise TraceError(f"the layer ids are {list(ids)}", file=file, rule="each layer appears once and is >= 0")
+    if len(set(ids)) != len(ids) or min(ids, default=0) < 0 or max(ids, default=0) >= MOST_LAYERS:
+        raise TraceError(
+            f"the layer ids are {shown(list(ids))}",
+            file=file,
+            rule=f"each layer appears once and is 0..{MOST_LAYERS - 1}",
+        )
     order = sorted(range(len(ids)), key=lambda row: ids[row])
     beyond = tuple(ids[row] for row in order if hidden is not None and ids[row] >= hidden)
     known = [row for row in order if ids[row] not in beyond]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from eplb_cli.traces.layers import LayerRows, resolve_layers
 from eplb_cli.traces.numbers import fold_physical, integral_counts
 from eplb_cli.traces.protocol import (
     ALL,
+    MOST_EXPERTS,
     Block,
     CountBlock,
     Counters,
@@ -34,8 +36,9 @@ from eplb_cli.traces.protocol import (
     TokenBlock,
 )
 from eplb_cli.traces.windows import BUDGET_BYTES, TOKEN_BUDGET_BYTES, WindowStore
+from eplb_cli.untrusted import shown
 
-__all__ = ["DEFAULT_WINDOW_TOKENS", "Profile", "collect"]
+__all__ = ["DEFAULT_WINDOW_TOKENS", "Profile", "as_recorded", "collect"]
 
 DEFAULT_WINDOW_TOKENS = 1024
 MAX_TOKEN_WINDOWS = 1024
@@ -114,6 +117,8 @@ class _Collector:
         return rows
 
     def settle_num_experts(self, columns: int, file: str) -> None:
+        if columns > MOST_EXPERTS:
+            raise TraceError(f"{columns} columns a layer", file=file, rule=f"no model has {MOST_EXPERTS} experts")
         known = self.num_experts if self.num_experts is not None else self.options.num_experts
         if known is not None and columns != known:
             raise TraceError(
@@ -437,7 +442,7 @@ def collect(recordings: Sequence[tuple[Reader, Recording]], options: ReadOptions
         collector = _Collector(options, pool)
         for reader, recording in recordings:
             history = checks.CounterHistory()
-            for block in reader.read(recording):
+            for block in _blocks(reader, recording):
                 _check_axis(block)
                 if isinstance(block, TokenBlock):
                     collector.add_tokens(block, recording)
@@ -452,6 +457,32 @@ def collect(recordings: Sequence[tuple[Reader, Recording]], options: ReadOptions
                 architectures.add(recording.architecture)
         collector.close_token_windows()
     return _profile(collector, recordings, top_ks, architectures)
+
+
+@contextmanager
+def as_recorded(reader: Reader, file: str) -> Iterator[None]:
+    """What a reader trips over in a file that is shaped otherwise than its recorder writes it, as a TraceError.
+
+    Two dozen formats, each a tree of values that any other type may stand in for: readers check what they count, and
+    the shape of the tree is checked by walking it.
+
+    Raises:
+        TraceError: in place of the errors that values of a wrong type, size or encoding lead to.
+    """
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, MemoryError) as error:
+        raise TraceError(
+            f"is not as {reader.name} writes it ({type(error).__name__}: {shown(str(error))})",
+            file=file,
+            rule=reader.looks_for,
+        ) from error
+
+
+def _blocks(reader: Reader, recording: Recording) -> Iterator[Block]:
+    files = [file.name for file in recording.files]
+    with as_recorded(reader, files[0] if len(files) == 1 else f"{recording.folder} ({len(files)} files)"):
+        yield from reader.read(recording)
 
 
 def _check_axis(block: Block) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL",
     "DECODE",
+    "MOST_EXPERTS",
     "PREFILL",
     "Block",
     "CountBlock",
@@ -44,6 +45,8 @@ __all__ = [
     "no_match",
 ]
 
+MOST_EXPERTS = 1 << 16
+"""More than any model has; a number beyond is damage."""
 PREFIX_ROWS = 16
 """Tokens in front of a sequence by which a repeated prompt is noticed: a block of vLLM's prefix cache."""
 ALL, PREFILL, DECODE = 0, 1, 2

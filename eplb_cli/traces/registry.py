@@ -19,7 +19,7 @@ from eplb_cli.traces.json_by_layer import HeatMapReader, PlumbMoeReader, Salienc
 from eplb_cli.traces.layer_files import EsftReader, StepReader
 from eplb_cli.traces.mindie import MindieReader
 from eplb_cli.traces.omni_infer import OmniInferReader
-from eplb_cli.traces.pipeline import Profile, collect
+from eplb_cli.traces.pipeline import Profile, as_recorded, collect
 from eplb_cli.traces.protocol import Match, RankDumps, Reader, ReadOptions, Recording
 from eplb_cli.traces.sglang_csv import SglangCsvReader
 from eplb_cli.traces.sglang_passes import SglangPassesReader
@@ -132,7 +132,7 @@ def open_recordings(
 def _files(paths: Sequence[Path], advance: Callable[[int], None]) -> Iterator[TraceFile]:
     for path in paths:
         if path.is_dir():
-            inside = sorted((p for p in path.rglob("*") if _is_visible_file(p, path)), key=natural_key)
+            inside = sorted((p for p in path.rglob("*") if _is_visible(p, path)), key=natural_key)
             if not inside:
                 raise TraceError("the folder holds no file", file=path)
             for file in inside:
@@ -143,8 +143,8 @@ def _files(paths: Sequence[Path], advance: Callable[[int], None]) -> Iterator[Tr
             raise TraceError("no such file", file=path)
 
 
-def _is_visible_file(path: Path, folder: Path) -> bool:
-    return path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+def _is_visible(path: Path, folder: Path) -> bool:
+    return not path.is_dir() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _recording(
@@ -173,12 +173,12 @@ def _reader_named(name: str) -> Reader:
 
 def _forced(reader: Reader, file: TraceFile, options: ReadOptions) -> Match:
     """A chosen reader takes every file, but may still know companions that hold nothing to count."""
-    match = reader.recognise(file, options)
+    match = _match(reader, file, options)
     return match if match.skip is not None or match.companion else Match(100)
 
 
 def _recognise(file: TraceFile, options: ReadOptions) -> tuple[Reader, Match]:
-    found = [(reader, reader.recognise(file, options)) for reader in READERS]
+    found = [(reader, _match(reader, file, options)) for reader in READERS]
     best = max(match.confidence for _, match in found)
     winners = [(reader, match) for reader, match in found if match.confidence == best]
     if best < 50:
@@ -199,13 +199,18 @@ def _recognise(file: TraceFile, options: ReadOptions) -> tuple[Reader, Match]:
     return winners[0]
 
 
+def _match(reader: Reader, file: TraceFile, options: ReadOptions) -> Match:
+    with as_recorded(reader, file.name):
+        return reader.recognise(file, options)
+
+
 def _is_stray(file: TraceFile, options: ReadOptions) -> bool:
     """A text that no reader finds anything in: a log or a README in a folder of traces."""
     try:
         file.head[:1024].decode()
     except UnicodeDecodeError:
         return False
-    return all(reader.recognise(file, options).confidence == 0 for reader in READERS)
+    return all(_match(reader, file, options).confidence == 0 for reader in READERS)
 
 
 def _looked_for() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from eplb_cli.errors import TraceError
 from eplb_cli.traces.files import Container, TraceFile
 from eplb_cli.traces.protocol import ALL, DECODE, PREFILL, LayerAxis, Recording, TokenBlock
+from eplb_cli.untrusted import parse_json
 
 __all__ = ["FIELD", "Choice", "blocks_of_choice", "choices_of_file", "first_payload"]
 
@@ -158,7 +158,4 @@ def _records(file: TraceFile) -> Iterator[tuple[int, Any, bool]]:
         payload = line.strip().removeprefix(b"data:").strip()
         if not payload or payload == b"[DONE]":
             continue
-        try:
-            yield number, json.loads(payload), False
-        except ValueError as error:
-            raise TraceError(f"line {number} is not JSON: {error}", file=file.name) from None
+        yield number, parse_json(payload, TraceError, file=f"{file.name} (line {number})", finite=False), False

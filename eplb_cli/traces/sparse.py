@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
-from eplb_cli.traces.protocol import LayerAxis
+from eplb_cli.traces.protocol import MOST_EXPERTS, LayerAxis
 
 __all__ = ["dense_counts"]
 
@@ -21,6 +21,8 @@ def dense_counts(
     Raises:
         TraceError: an expert is E or above.
     """
+    if num_experts > MOST_EXPERTS:
+        raise TraceError(f"has {num_experts} experts", file=file, rule=f"no model has more than {MOST_EXPERTS}")
     rows: dict[int, npt.NDArray[np.int64]] = {}
     for layer, expert, count in entries:
         if not 0 <= expert < num_experts:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
 from eplb_cli.traces.files import Container, TraceFile
+from eplb_cli.untrusted import shown
 
 __all__ = ["csv_header", "csv_rows", "number", "number_matrix"]
 
@@ -43,11 +44,14 @@ def number(cell: str, file: TraceFile, line: int, column: str) -> int:
         TraceError: it is none.
     """
     try:
-        return int(cell) if cell.isdigit() else _integral(float(cell))
+        value = int(cell) if cell.isdigit() else _integral(float(cell))
+        if value >= 2**62:
+            raise ValueError(value)
     except (ValueError, OverflowError):
         raise TraceError(
-            f"{column} is {cell!r}", file=file.name, row=line, rule="loads must be whole numbers, finite and >= 0"
+            f"{column} is {shown(cell)}", file=file.name, row=line, rule="loads must be whole numbers, finite and >= 0"
         ) from None
+    return value
 
 
 def _integral(value: float) -> int:

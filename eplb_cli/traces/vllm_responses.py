@@ -11,13 +11,12 @@ import base64
 import binascii
 import io
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
-from eplb_cli.traces.files import TraceFile, read_array_header
+from eplb_cli.traces.files import TraceFile, array_of, read_array_header
 from eplb_cli.traces.protocol import LayerAxis, Match, ReadOptions, Recording, TokenBlock, matches, near_miss, no_match
 from eplb_cli.traces.responses import Choice, blocks_of_choice, choices_of_file, first_payload
 
@@ -102,8 +101,4 @@ def _decode(choice: Choice, file: TraceFile) -> npt.NDArray[np.integer]:
             file=where,
             rule="integers [tokens, hidden layers, top-k] are expected",
         )
-    if len(content) - header.offset < header.nbytes:
-        raise TraceError("routed_experts is cut", file=where, rule=f"{header.nbytes} bytes of ids are promised")
-    stream.seek(0)
-    array: npt.NDArray[Any] = np.load(stream, allow_pickle=False)
-    return array
+    return array_of(header, content[header.offset :], where)
