@@ -320,6 +320,16 @@ def _header(metadata: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
     }
 
 
+NEVER_FILLED = (
+    "routers do not do that in all layers: the recorded ids were never filled in. vLLM's monolithic MoE kernels return "
+    "routed_experts of zeros only, on some GPUs"
+)
+RECORD_ANEW = (
+    "Record with `eplb record`, which reads the router itself, or with an EPLB-enabled engine, where vLLM does not use "
+    "those kernels."
+)
+
+
 def refuse_constant_routing(loads: ExpertLoads, error: type[EplbError] = LoadsError) -> list[str]:
     """Refuse loads in which every layer sends everything to one expert; layers without load do not count.
 
@@ -349,10 +359,8 @@ def refuse_constant_routing(loads: ExpertLoads, error: type[EplbError] = LoadsEr
             f"{ranges(loads.layer_ids[held])} {'send' if held.sum() > 1 else 'sends'} everything to a single expert",
             layer=int(loads.layer_ids[layer]),
             expert=int(total[layer].argmax()),
-            rule="routers do not do that in all layers: the recorded ids were never filled in. vLLM's monolithic MoE "
-            "kernels return routed_experts of zeros only, on some GPUs",
-            hint="Record with `eplb record`, which reads the router itself, or with an EPLB-enabled engine, where vLLM "
-            "does not use those kernels.",
+            rule=NEVER_FILLED,
+            hint=RECORD_ANEW,
         )
     return [f"{ranges(loads.layer_ids[constant])}: all load is on one expert, which no placement can spread"]
 

@@ -80,7 +80,7 @@ def test_a_moe_layer_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
     ids = random_ids(200, 2, 4, 16)
     ids[:, 1] = 0
     np.save(tmp_path / "a.npy", ids)
-    with pytest.raises(TraceError, match=r"layers \[1\] read as expert 0 in every pick: the recorder did not reach"):
+    with pytest.raises(TraceError, match=r"layer 1 reads as expert 0 in every pick: the recorder did not reach"):
         read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))
 
 
@@ -96,7 +96,7 @@ def test_a_placeholder_that_is_ignored_is_no_expert_picked_twice(tmp_path: Path)
     ids = random_ids(200, 2, 4, 16).astype(np.uint8)
     ids[:, :, 2:] = 255
     np.save(tmp_path / "a.npy", ids)
-    loads = read_traces([tmp_path / "a.npy"], ReadOptions(MODEL, ignore_expert_id=255)).loads
+    loads = read_traces([tmp_path / "a.npy"], ReadOptions(MODEL, ignored_ids=((255, 255),))).loads
     assert loads.dropped == {"ignored_expert_ids": 800}
     assert not any("name an expert twice" in warning for warning in loads.warnings)
 
@@ -143,3 +143,69 @@ def test_an_unbounded_store_keeps_every_window() -> None:
     for index in range(1000):
         store.append(np.full((1, 2), index), index, index)
     assert store.arrays()[2].tolist() == list(range(1000))
+
+
+def constant(first: list[int], tokens: int = 60) -> np.ndarray:
+    return np.tile(np.array(first, np.uint8), (tokens, 2, 1))
+
+
+@pytest.mark.parametrize(("first", "experts"), [([0], "expert 0"), ([0, 0], "expert 0"), ([3, 3], "expert 3")])
+def test_a_buffer_that_was_never_filled_is_refused(tmp_path: Path, first: list[int], experts: str) -> None:
+    np.save(tmp_path / "b.npy", random_ids(60, 2, len(first), 16).astype(np.uint8))
+    np.save(tmp_path / "a.npy", constant(first))
+    model = ModelShape("M", 16, len(first), 9, (4, 5))
+    with pytest.raises(TraceError, match=f"a.npy: layers 4-5 read as {experts} in every pick") as caught:
+        read_traces([tmp_path / "b.npy", tmp_path / "a.npy"], ReadOptions(model))
+    assert "monolithic MoE kernels" in str(caught.value)
+
+
+def test_a_buffer_of_the_first_k_ids_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", constant([0, 1, 2, 3]))
+    with pytest.raises(TraceError, match="layers 0-1 read as experts 0-3 in every pick of the first 60 tokens"):
+        read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))
+
+
+def test_one_layer_of_a_top_1_model_may_send_all_to_one_expert(tmp_path: Path) -> None:
+    ids = random_ids(4000, 2, 1, 16).astype(np.uint8)
+    ids[:, 1] = 7
+    np.save(tmp_path / "a.npy", ids)
+    loads = read_traces([tmp_path / "a.npy"], ReadOptions(ModelShape("M", 16, 1, 9, (4, 8)))).loads
+    assert any(warning.startswith("layer 8: all load is on one expert") for warning in loads.warnings)
+
+
+def test_counts_in_one_column_of_every_layer_are_refused(tmp_path: Path) -> None:
+    counts = np.zeros((3, 2, 16), np.int64)
+    counts[:, 0, 5], counts[:, 1, 2] = 40, 41
+    np.save(tmp_path / "a.npy", counts)
+    with pytest.raises(TraceError, match=r"a\.npy, layer 0, expert 5: layers 0-1 send everything to a single expert"):
+        read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1, False), (2, True), (61, True)])
+def test_counts_times_a_constant_are_noticed(tmp_path: Path, factor: int, told: bool) -> None:
+    np.save(tmp_path / "a.npy", factor * np.random.default_rng(0).poisson(9000, (3, 2, 16)))
+    warnings = read_traces([tmp_path / "a.npy"], ReadOptions(MODEL)).loads.warnings
+    assert any(f"every count is a multiple of {factor}:" in warning for warning in warnings) == told
+
+
+def test_two_equal_requests_are_two_and_two_equal_ranks_are_one(tmp_path: Path) -> None:
+    ids = random_ids(60, 2, 4, 16)
+    for folder, names in (("requests", "ab"), ("ranks", ("rank1", "rank0"))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            np.save(tmp_path / folder / f"{name}.npy", ids)
+    two = read_traces([tmp_path / "requests"], ReadOptions(MODEL))
+    assert two.loads.tokens.sum() == 120 and any("both were counted" in note for note in two.notes)
+    assert read_traces([tmp_path / "ranks"], ReadOptions(MODEL)).loads.tokens.sum() == 60
+
+
+def test_placeholders_may_be_several_and_ranges(tmp_path: Path) -> None:
+    ids = random_ids(60, 2, 4, 16).astype(np.int32)
+    ids[:20, :, 0], ids[20:30, :, 1], ids[50:, :, 2] = 255, 256, 511
+    np.save(tmp_path / "a.npy", ids)
+    options = ReadOptions(MODEL, ignored_ids=((256, 511), (255, 255)))
+    assert read_traces([tmp_path / "a.npy"], options).loads.dropped == {"ignored_expert_ids": 80}
+    with pytest.raises(TraceError, match="id 255 >= num_experts 16"):
+        read_traces([tmp_path / "a.npy"], ReadOptions(MODEL, ignored_ids=((256, 511),)))
+    with pytest.raises(TraceError, match="id 511 >= num_experts 16"):
+        read_traces([tmp_path / "a.npy"], ReadOptions(MODEL, ignored_ids=((255, 510),)))

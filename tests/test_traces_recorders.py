@@ -146,16 +146,16 @@ class TestSglangCsv:
         assert read(tmp_path, options=ReadOptions(MODEL, rank_dumps=RankDumps.sum)).counts.sum() == 48
 
     def test_a_gap_in_the_ranks_is_refused_unless_summing_was_asked(self, tmp_path: Path) -> None:
-        self.write(tmp_path, 0, [(1, 0, 5)])
+        self.write(tmp_path, 0, [(1, 0, 5), (1, 3, 1)])
         self.write(tmp_path, 2, [(1, 0, 6)])
         with pytest.raises(TraceError, match=r"ranks \[1\] are missing"):
             read(tmp_path)
         loads = read(tmp_path, options=ReadOptions(MODEL, rank_dumps=RankDumps.sum))
-        assert loads.counts.sum() == 11 and any("ranks [1] are missing" in w for w in loads.warnings)
+        assert loads.counts.sum() == 12 and any("ranks [1] are missing" in w for w in loads.warnings)
 
     def test_later_dumps_are_windows(self, tmp_path: Path) -> None:
         for time in (1.5, 2.5):
-            self.write(tmp_path, 0, [(1, 0, int(time))], time)
+            self.write(tmp_path, 0, [(1, 0, int(time)), (1, 3, 1)], time)
         assert read(tmp_path).counts[:, 0, 0].tolist() == [1, 2]
 
     def test_the_expert_count_must_be_given(self, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ class TestSglangResponses:
         with pytest.raises(TraceError, match="id 255 >= num_experts 8") as caught:
             read(tmp_path / "a.json")
         assert "--ignore-expert-id 255" in str(caught.value.hint)
-        loads = read(tmp_path / "a.json", options=ReadOptions(MODEL, ignore_expert_id=255))
+        loads = read(tmp_path / "a.json", options=ReadOptions(MODEL, ignored_ids=((255, 255),)))
         assert loads.tokens.sum() == 9
 
     def test_lmdeploy_writes_a_nested_list(self, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_without_a_model_the_rows_of_zeros_stay_and_are_named(tmp_path: Path) ->
     dump(tmp_path / "a.pt")
     loads = read_traces([tmp_path / "a.pt"], ReadOptions()).loads
     assert loads.layer_ids.tolist() == [0, 1, 2, 3]
-    assert any("layers 0 have no load at all; --model tells dense" in warning for warning in loads.warnings)
+    assert any("layer 0 has no load at all; --model tells dense" in warning for warning in loads.warnings)
 
 
 def test_a_full_buffer_may_have_wrapped(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,7 +78,10 @@ def profile(
         int, typer.Option(min=0, help="Leave out this many steps (windows) at the start of each recording: warm-up.")
     ] = 0,
     ignore_expert_id: Annotated[
-        int | None, typer.Option(metavar="ID", help="Drop this placeholder id, and report how many.")
+        list[str] | None,
+        typer.Option(
+            metavar="ID|FIRST-LAST", help="Drop this placeholder id, or these, and report how many. May be repeated."
+        ),
     ] = None,
     physical_to_logical: Annotated[
         Path | None, typer.Option(metavar="PLAN", help="The plan in force when physical ids or slots were recorded.")
@@ -112,7 +116,7 @@ def profile(
         window_tokens=window_tokens,
         phase=PHASES.index(phase.value),
         skip_steps=skip_steps,
-        ignore_expert_id=ignore_expert_id,
+        ignored_ids=tuple(map(_id_range, ignore_expert_id or ())),
         physical_to_logical=None if physical_to_logical is None else Placement.load(physical_to_logical),
         rank_dumps=RankDumps(rank_dumps.value),
         counters=Counters(counters.value),
@@ -134,6 +138,17 @@ def profile(
     loads.save(output, replace=force)
     summary = _summary(loads, result.notes)
     console.result(summary, *(_tables(loads, summary, output) if console.is_human else ()))
+
+
+def _id_range(text: str) -> tuple[int, int]:
+    """`256-511` as (256, 511), `255` as (255, 255)."""
+    from eplb_cli.errors import UsageError
+
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if first > last:
+        raise UsageError(f"--ignore-expert-id {text}", rule="an id or a range is expected, such as 255 or 256-511")
+    return first, last
 
 
 def _shape(model: str | None, num_experts: int | None) -> ModelShape | None:

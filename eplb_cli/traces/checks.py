@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import TraceError
-from eplb_cli.loads import ExpertLoads, ModelShape
+from eplb_cli.errors import TraceError, ranges
+from eplb_cli.loads import NEVER_FILLED, RECORD_ANEW, ExpertLoads, ModelShape
+from eplb_cli.loads import refuse_constant_routing as loads_refuse_constant_routing
+from eplb_cli.traces.counting import Ranges, within
 from eplb_cli.traces.layers import LayerRows
 from eplb_cli.traces.protocol import Counters, ReadOptions, TokenBlock
 
@@ -24,6 +26,8 @@ __all__ = [
     "first_tokens",
     "identical_leading_rows",
     "one_rank_of",
+    "refuse_constant_routing",
+    "refuse_dead_buffer",
     "refuse_one_rank",
     "refuse_zero_layers",
     "warnings_of",
@@ -33,9 +37,13 @@ TRUSTED_PICKS_PER_EXPERT = 100
 """Below this mean the load of an expert is known to no better than 10 % (one over the root of its picks)."""
 NOTABLE_LOSS = 0.02
 """A promise that shrinks by less than this on other tokens of the same traffic is not worth a word."""
+TELLING_COUNTS = 32
+"""So many counts share a factor by chance once in 2^32."""
 BOOTSTRAPS = 8
 SHORTEST_DUMMY_RUN = 16
 SAMPLED_TOKENS = 4096
+TELLING_PICKS = 64
+"""So many equal picks are no chance, whatever the number of experts."""
 CHANCE = 1e-6
 """Patterns likelier than this to arise from few tokens are not held against a recording."""
 
@@ -114,6 +122,41 @@ class CounterHistory:
             )
 
 
+def refuse_dead_buffer(block: TokenBlock, rows: LayerRows, ignored: Ranges) -> None:
+    """Raise TraceError when all tokens at the start of a file pick alike, each in all layers.
+
+    A buffer that the engine never filled reads so: zeros, one id, or 0..k-1 in every row. Routers of two layers do not
+    agree on every token, and with several picks a single layer does not either; with one it may.
+    """
+    ids = block.ids[:SAMPLED_TOKENS, rows.positions]
+    if not ids.size or ids.shape[1:] == (1, 1) or ids.size - ids.shape[2] < TELLING_PICKS:
+        return
+    first = ids[0, 0]
+    if (ids != first).any() or (first < 0).any() or within(first, ignored).any():
+        return
+    layers = ranges(rows.layer_ids)
+    raise TraceError(
+        f"{layers} {'reads' if len(rows.layer_ids) == 1 else 'read'} as "
+        f"{ranges(sorted(set(first.tolist())), 'expert')} in every pick of the first {len(ids):,} tokens",
+        file=block.file,
+        rule=NEVER_FILLED,
+        hint=RECORD_ANEW,
+    )
+
+
+def refuse_constant_routing(loads: ExpertLoads, file: str) -> list[str]:
+    """Remarks on layers that send everything to one expert, which one layer may do.
+
+    Raises:
+        TraceError: all do.
+    """
+    try:
+        return loads_refuse_constant_routing(loads, TraceError)
+    except TraceError as error:
+        error.file = file
+        raise
+
+
 def refuse_zero_layers(block: TokenBlock, rows: LayerRows, model: ModelShape | None) -> None:
     """Raise TraceError when a layer that would be counted reads as zeros.
 
@@ -127,7 +170,7 @@ def refuse_zero_layers(block: TokenBlock, rows: LayerRows, model: ModelShape | N
     if silent:
         known = model is not None and model.moe_layer_ids is not None
         raise TraceError(
-            f"layers {silent} read as expert 0 in every pick: "
+            f"{ranges(silent)} {'reads' if len(silent) == 1 else 'read'} as expert 0 in every pick: "
             + ("the recorder did not reach them" if known else "dense layers, or layers that were not recorded"),
             file=block.file,
             rule="the model says that they are MoE layers" if known else "which layers are MoE is the model's to say",
@@ -135,7 +178,7 @@ def refuse_zero_layers(block: TokenBlock, rows: LayerRows, model: ModelShape | N
         )
 
 
-def first_tokens(block: TokenBlock, rows: LayerRows, ignore: int | None) -> list[str]:
+def first_tokens(block: TokenBlock, rows: LayerRows, ignored: Ranges) -> list[str]:
     """Remarks on the first tokens of a file: a dummy batch in front, and experts picked twice by one token."""
     name = Path(block.file).name
     warnings = []
@@ -146,7 +189,7 @@ def first_tokens(block: TokenBlock, rows: LayerRows, ignore: int | None) -> list
             "--skip-steps leaves windows out at the start"
         )
     picks = np.sort(block.ids[:SAMPLED_TOKENS, rows.positions], axis=2).astype(np.int64)
-    told = (picks >= 0) & (picks != (-1 if ignore is None else ignore))
+    told = (picks >= 0) & ~within(picks, ignored)
     twice = int(((picks[..., 1:] == picks[..., :-1]) & told[..., 1:]).any(2).sum())
     if twice:
         warnings.append(
@@ -282,7 +325,7 @@ def warnings_of(loads: ExpertLoads, options: ReadOptions, *, tokens_told: bool) 
     if idle:
         known = options.model is not None and options.model.moe_layer_ids is not None
         warnings.append(
-            f"layers {_some(idle)} have no load at all"
+            f"{ranges(idle)} {'has' if len(idle) == 1 else 'have'} no load at all"
             + (": the recorder did not reach them" if known else "; --model tells dense layers from unrecorded ones")
         )
     active = totals[by_layer > 0]
@@ -332,10 +375,12 @@ def warnings_of(loads: ExpertLoads, options: ReadOptions, *, tokens_told: bool) 
     if options.model is not None and options.model.moe_layer_ids is not None:
         absent = sorted(set(options.model.moe_layer_ids) - set(layers.tolist()))
         if absent:
-            warnings.append(f"the model's MoE layers {_some(absent)} are not in the recording")
+            warnings.append(f"the recording lacks the model's MoE {ranges(absent)}")
+    factor = int(np.gcd.reduce(loads.counts, axis=None))
+    values = loads.counts[loads.counts > 0]
+    if factor > 1 and values.size >= TELLING_COUNTS and values.min() != values.max():
+        warnings.append(
+            f"every count is a multiple of {factor}: was each pick counted {factor} times? The balance is the same, "
+            "but there are fewer tokens than it seems"
+        )
     return warnings
-
-
-def _some(layers: list[int]) -> str:
-    shown = ", ".join(map(str, layers[:8]))
-    return shown if len(layers) <= 8 else f"{shown}, ... ({len(layers)} in all)"

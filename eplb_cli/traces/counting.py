@@ -16,9 +16,12 @@ import numpy.typing as npt
 
 from eplb_cli.traces.bit_counting import count_sets
 
-__all__ = ["BadExpertIdError", "Loop", "OrderedPool", "Tally", "count_token_ids"]
+__all__ = ["BadExpertIdError", "Loop", "OrderedPool", "Ranges", "Tally", "count_token_ids", "within"]
 
 PADDING = -1
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ids by first and last, both among them."""
 
 T = TypeVar("T")
 
@@ -61,11 +64,19 @@ class Tally:
     ignored_ids: int
 
 
+def within(ids: npt.NDArray[np.integer], ranges: Ranges) -> npt.NDArray[np.bool_]:
+    """True where an id lies in one of the ranges."""
+    found = np.zeros(ids.shape, bool)
+    for first, last in ranges:
+        found |= (ids >= first) & (ids <= last)
+    return found
+
+
 def count_token_ids(
     ids: npt.NDArray[np.integer],
     layers: npt.NDArray[np.int64],
     num_experts: int,
-    ignore: int | None = None,
+    ignore: Ranges = (),
     loop: Loop = Loop.numpy,
 ) -> Tally:
     """Count the picks of each expert in each of some layers.
@@ -74,7 +85,7 @@ def count_token_ids(
         ids: integers [tokens, all layers, k]; -1 is padding.
         layers: int64 [L], positions on the layer axis that are counted.
         num_experts: E; every id must be below.
-        ignore: a placeholder id that is left out.
+        ignore: placeholder ids that are left out.
         loop: how; all give the same.
 
     Raises:
@@ -90,8 +101,7 @@ def count_token_ids(
     empty_rows = 0
     if padding or ignored:
         absent = ids[:, layers] == PADDING
-        if ignore is not None:
-            absent |= ids[:, layers] == ignore
+        absent |= within(ids[:, layers], ignore)
         empty_rows = int(absent.all(axis=(1, 2)).sum())
         row_padding = int((ids[:, layers] == PADDING).all(axis=(1, 2)).sum()) * len(layers) * ids.shape[2]
         padding -= row_padding
@@ -99,21 +109,20 @@ def count_token_ids(
 
 
 def _numpy_columns(
-    ids: npt.NDArray[np.integer], layers: npt.NDArray[np.int64], num_experts: int, ignore: int | None
+    ids: npt.NDArray[np.integer], layers: npt.NDArray[np.int64], num_experts: int, ignore: Ranges
 ) -> npt.NDArray[np.int64]:
     """int64 [L, E + 3]: padding, ignored, the experts, ids out of range."""
     width = num_experts + 3
     values = ids[:, layers].astype(np.int64)
     code = np.where((values < PADDING) | (values >= num_experts), num_experts + 2, values + 2)
     code[values == PADDING] = 0
-    if ignore is not None:
-        code[values == ignore] = 1
+    code[within(values, ignore)] = 1
     code += width * np.arange(len(layers))[None, :, None]
     return np.bincount(code.ravel(), minlength=width * len(layers)).reshape(len(layers), width)
 
 
 def _compiled_columns(
-    ids: npt.NDArray[np.integer], layers: npt.NDArray[np.int64], num_experts: int, ignore: int | None, *, sets: bool
+    ids: npt.NDArray[np.integer], layers: npt.NDArray[np.int64], num_experts: int, ignore: Ranges, *, sets: bool
 ) -> npt.NDArray[np.int64]:
     table = np.zeros((len(layers), num_experts + 3), np.int64)
     if ids.dtype == np.uint8:
@@ -123,18 +132,14 @@ def _compiled_columns(
             byte_loop()(ids, layers, raw)
         else:
             raw[:, :128] = counted
+        ignored = within(np.arange(256), ignore)
+        table[:, 1] = raw[:, ignored].sum(1)
+        raw[:, ignored] = 0
         known = min(num_experts, 256)
         table[:, 2 : 2 + known] = raw[:, :known]
         table[:, -1] = raw[:, known:].sum(1)
-        if ignore is not None and 0 <= ignore < 256:
-            table[:, 1] = raw[:, ignore]
-            if ignore < known:
-                table[:, 2 + ignore] = 0
-            else:
-                table[:, -1] -= raw[:, ignore]
     else:
-        # -2 can be no id: below padding, so the comparison with it never fires on a legal value.
-        wide_loop()(ids, layers, -2 if ignore is None else ignore, num_experts, table)
+        wide_loop()(ids, layers, np.array(ignore, np.int64).reshape(-1, 2), num_experts, table)
     return table
 
 
@@ -166,7 +171,10 @@ def wide_loop() -> Callable[..., None]:
             for row in range(layers.shape[0]):
                 for j in range(ids.shape[2]):
                     value = np.int64(ids[token, layers[row], j])
-                    if value == ignore:
+                    ignored = False
+                    for i in range(ignore.shape[0]):
+                        ignored |= ignore[i, 0] <= value <= ignore[i, 1]
+                    if ignored:
                         table[row, 1] += 1
                     elif 0 <= value < num_experts:
                         table[row, value + 2] += 1
@@ -178,13 +186,10 @@ def wide_loop() -> Callable[..., None]:
     return loop  # type: ignore[no-any-return, unused-ignore]
 
 
-def _raise_bad(
-    ids: npt.NDArray[np.integer], layers: npt.NDArray[np.int64], num_experts: int, ignore: int | None
-) -> None:
+def _raise_bad(ids: npt.NDArray[np.integer], layers: npt.NDArray[np.int64], num_experts: int, ignore: Ranges) -> None:
     values = ids[:, layers].astype(np.int64)
     bad = (values < PADDING) | (values >= num_experts)
-    if ignore is not None:
-        bad &= values != ignore
+    bad &= ~within(values, ignore)
     row, layer, column = (int(i) for i in np.argwhere(bad)[0])
     raise BadExpertIdError(row, int(layers[layer]), column, int(values[row, layer, column]))
 

@@ -219,8 +219,9 @@ class _Collector:
         phase = self.kept_phase(block.phase)
         rows = self.rows_of(block.axis, block.file)
         if not block.first_row:
+            checks.refuse_dead_buffer(block, rows, self.options.ignored_ids)
             checks.refuse_zero_layers(block, rows, self.model)
-            for warning in checks.first_tokens(block, rows, self.options.ignore_expert_id):
+            for warning in checks.first_tokens(block, rows, self.options.ignored_ids):
                 self.warn(warning)
         plan = self.options.physical_to_logical
         fold = None if plan is None else self.plan_rows(rows, None, block.file)
@@ -263,7 +264,7 @@ class _Collector:
         if self.submitted_ids >= COMPILED_AFTER_IDS:
             loop = Loop.sets if recording.size >= SETS_FROM_BYTES else Loop.compiled
         self.submitted_ids += ids.size
-        ignore = self.options.ignore_expert_id
+        ignore = self.options.ignored_ids
 
         def work() -> Tally:
             try:
@@ -540,6 +541,7 @@ def _profile(
         ),
         dropped=collector.dropped,
     )
+    remarks = checks.refuse_constant_routing(loads, names)
     checks.refuse_one_rank(loads, names, allow=options.allow_zero_experts)
-    warnings = [*collector.warnings, *checks.warnings_of(loads, options, tokens_told=collector.tokens_told)]
+    warnings = [*collector.warnings, *remarks, *checks.warnings_of(loads, options, tokens_told=collector.tokens_told)]
     return Profile(replace(loads, warnings=tuple(warnings)), tuple(collector.notes))

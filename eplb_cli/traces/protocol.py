@@ -20,6 +20,7 @@ import numpy.typing as npt
 from eplb_cli.errors import UsageError
 from eplb_cli.loads import ModelShape
 from eplb_cli.placement import Placement
+from eplb_cli.traces.counting import Ranges
 
 if TYPE_CHECKING:
     from eplb_cli.traces.files import TraceFile
@@ -193,7 +194,7 @@ class ReadOptions:
         window_tokens: tokens per window of a per-token trace; None lets the size follow the trace.
         phase: index into PHASES; ALL keeps everything.
         skip_steps: windows left out at the start of each recording.
-        ignore_expert_id: a placeholder id to drop.
+        ignored_ids: placeholder ids to drop, by first and last.
         physical_to_logical: the plan in force while physical ids were recorded.
         rank_dumps, counters: how files and windows combine.
         prompt_rows: tokens of the prompt at the start of each sequence, when the recorder does not tell.
@@ -204,7 +205,7 @@ class ReadOptions:
     window_tokens: int | None = None
     phase: int = ALL
     skip_steps: int = 0
-    ignore_expert_id: int | None = None
+    ignored_ids: Ranges = ()
     physical_to_logical: Placement | None = None
     rank_dumps: RankDumps = RankDumps.auto
     counters: Counters = Counters.auto

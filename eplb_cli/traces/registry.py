@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from eplb_cli.errors import TraceError, UsageError
-from eplb_cli.traces.counts import CountMatrixReader
+from eplb_cli.traces.counts import RANK_IN_NAME, CountMatrixReader
 from eplb_cli.traces.dlblas import DlblasCountsReader, DlblasLoadReader
 from eplb_cli.traces.ds4_hits import Ds4HitsReader
 from eplb_cli.traces.eplb_profile import EplbProfileReader
@@ -213,12 +213,18 @@ def _is_stray(file: TraceFile, options: ReadOptions) -> bool:
     return all(_match(reader, file, options).confidence == 0 for reader in READERS)
 
 
+def _are_ranks(one: TraceFile, other: TraceFile) -> bool:
+    """True for the dumps of two ranks, as their names tell, and for one file given twice."""
+    ranks = [match[1] for file in (one, other) if (match := RANK_IN_NAME.search(file.path.name))]
+    return len(set(ranks)) == 2 or one.path.samefile(other.path)
+
+
 def _looked_for() -> str:
     return "Looked for:\n" + "\n".join(f"  {reader.name}: {reader.looks_for}" for reader in READERS)
 
 
 def _keep_replicas_once(recordings: list[tuple[Reader, Recording]], options: ReadOptions) -> None:
-    """Drop files that repeat another's bytes: no two ranks, steps or requests record the same by chance.
+    """Drop files that repeat another's bytes where their names tell ranks; two equal requests are two requests.
 
     The remark goes to this run's notes, so that four identical dumps make the profile that one makes.
     """
@@ -244,6 +250,11 @@ def _keep_replicas_once(recordings: list[tuple[Reader, Recording]], options: Rea
                 first = first_of.setdefault(file.identity, file) if sizes[file.size] > 1 else file
                 if first is file:
                     kept.append(file)
+                elif options.rank_dumps is RankDumps.auto and not _are_ranks(first, file):
+                    kept.append(file)
+                    recording.notes.append(
+                        f"{file.label} holds the bytes of {first.label}; both were counted, for nothing names ranks"
+                    )
                 else:
                     recording.notes.append(f"{file.label} is a replica of {first.label}; kept once")
                     recording.replicas += 1
