@@ -104,6 +104,12 @@ def test_experts_of_a_node_are_whole_groups_and_the_busiest_node_is_lightest() -
     assert home.tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
+def test_every_split_of_the_groups_is_tried() -> None:
+    """Heaviest first ends at 7 and 5; 3 + 3 + 0 beside 2 + 2 + 2 is even."""
+    home = experts_by_node(np.array([[[2, 3, 2, 0, 3, 2]]]), num_groups=6, num_nodes=2)
+    assert sorted(map(sorted, home[0].tolist())) == [[0, 2, 5], [1, 3, 4]]
+
+
 def test_too_many_splits_to_try_are_packed_heaviest_group_first() -> None:
     counts = np.random.default_rng(0).integers(1, 60, (2, 3, 64))
     home = experts_by_node(counts, num_groups=32, num_nodes=4)

@@ -41,18 +41,13 @@ def import_(
 ) -> None:
     """Read another engine's placement file into a plan."""
     from eplb_cli.console import Console
-    from eplb_cli.errors import PlacementError
     from eplb_cli.exports import ENGINES, Facts, import_file
     from eplb_cli.files import refuse_existing
 
     console = Console(output_format)
     refuse_existing(output, force=force)
     facts = Facts(read_shape(model), _layers(layer_ids), num_experts, ep_size, num_nodes)
-    try:
-        imported = import_file(file, ENGINES[source.value], facts)
-    except PlacementError as error:
-        error.file = error.file or str(file)
-        raise
+    imported = import_file(file, ENGINES[source.value], facts)
     placement = imported.placement
     placement.save(output, replace=force)
     for warning in imported.warnings:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import PlacementError, UsageError, ranges
+from eplb_cli.errors import EplbError, PlacementError, UsageError, ranges
 from eplb_cli.exports.protocol import Decoded, Engine, Numbering, Table
 from eplb_cli.exports.sidecar import read_sidecar, sidecar_path
 from eplb_cli.loads import ModelShape
@@ -192,6 +192,14 @@ def import_file(path: Path, engine: Engine, facts: Facts) -> Imported:
         PlacementError: there is no such file, the sidecar says something else, or as `import_placement`.
         UsageError: as `import_placement`.
     """
+    try:
+        return _import_file(path, engine, facts)
+    except EplbError as error:
+        error.file = error.file or str(path)
+        raise
+
+
+def _import_file(path: Path, engine: Engine, facts: Facts) -> Imported:
     content = read_file(path, PlacementError, most_bytes=MOST_PLAN_BYTES)
     told = read_sidecar(path, content, engine.name)
     if told is None:
