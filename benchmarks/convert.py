@@ -1,9 +1,12 @@
 """How fast `eplb convert` is beside `cp -r` and beside loading and saving tensors.
 
 A synthetic checkpoint of the given size is made from random bytes. Every run starts with the source out of the page
-cache and ends with every file synced; methods take turns, in rotating order, so that a busy disk hits all alike.
+cache and ends with every file synced; methods take turns, in rotating order, so that a busy disk hits all alike. Ratios
+are medians over the rounds, of a method's seconds over those of `cp -r` in the same round; `per_byte` divides them by
+the bytes that were written. Processor seconds are those of the process, user and system.
 
-    python benchmarks/convert.py --gigabytes 8 --rounds 3
+    python benchmarks/convert.py --gigabytes 4 --rounds 5
+    python benchmarks/convert.py --gigabytes 4 --rounds 5 --busy 1    # while one core computes something else
     python benchmarks/convert.py --gigabytes 4 --xfs          # on a loop-mounted XFS with reflink; needs root
 """
 
@@ -13,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -172,6 +176,7 @@ class Method:
     name: str
     command: list[str]
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
     blocks_mb: float = 0.0
 
@@ -191,12 +196,15 @@ def measure(method: Method, source: Path, target: Path) -> None:
     os.sync()
     evict(source)
     free = os.statvfs(target.parent)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begin = time.perf_counter()
     child = subprocess.Popen(method.command, stdout=subprocess.DEVNULL)
     while child.poll() is None:
         method.peak_mb = max(method.peak_mb, peak_memory_mb(child.pid))
         time.sleep(0.01)
     method.seconds.append(time.perf_counter() - begin)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    method.cpu_seconds.append(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime)
     if child.returncode != 0:
         raise SystemExit(f"{method.name} failed: {' '.join(method.command)}")
     os.sync()
@@ -226,26 +234,44 @@ def benchmark(folder: Path, name: str, gigabytes: float, rounds: int, *, naive: 
     for number in range(rounds):
         for method in methods[number % len(methods) :] + methods[: number % len(methods)]:
             measure(method, source, target)
-            print(f"{name} round {number + 1} {method.name}: {method.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+            took = f"{method.seconds[-1]:.2f} s, processor {method.cpu_seconds[-1]:.2f} s"
+            print(f"{name} round {number + 1} {method.name}: {took}", file=sys.stderr, flush=True)
     size = sum(file.stat().st_size for file in source.iterdir())
     shutil.rmtree(source)
-    reference = methods[0]
-    return [
-        {
-            "shape": name,
-            "method": method.name,
-            "bytes": size,
-            "median_s": round(statistics.median(method.seconds), 2),
-            "best_s": round(min(method.seconds), 2),
-            "ratio_median": round(
-                statistics.median(a / b for a, b in zip(method.seconds, reference.seconds, strict=True)), 3
-            ),
-            "ratio_best": round(min(method.seconds) / min(reference.seconds), 3),
-            "peak_rss_mb": round(method.peak_mb, 1),
-            "new_blocks_mb": round(method.blocks_mb, 1),
-        }
-        for method in methods
-    ]
+    return [_row(name, method, methods[0], size) for method in methods]
+
+
+def _row(shape: str, method: Method, reference: Method, size: int) -> dict[str, object]:
+    ratio = _median_ratio(method.seconds, reference.seconds)
+    return {
+        "shape": shape,
+        "method": method.name,
+        "bytes": size,
+        "median_s": round(statistics.median(method.seconds), 2),
+        "ratio": round(ratio, 3),
+        "ratio_per_byte": round(ratio * reference.blocks_mb / max(method.blocks_mb, 1), 3),
+        "cpu_median_s": round(statistics.median(method.cpu_seconds), 2),
+        "cpu_ratio": round(_median_ratio(method.cpu_seconds, reference.cpu_seconds), 3),
+        "peak_rss_mb": round(method.peak_mb, 1),
+        "new_blocks_mb": round(method.blocks_mb, 1),
+    }
+
+
+def _median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """Median over rounds: neighbours in time share the machine's mood."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Keep some cores computing."""
+    loads = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for load in loads:
+            load.kill()
+            load.wait()
 
 
 @contextmanager
@@ -276,10 +302,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--folder", type=Path, help="where to work; needs three times the size")
     parser.add_argument("--xfs", action="store_true", help="work on a loop-mounted XFS with reflink")
+    parser.add_argument("--busy", type=int, default=0, help="cores to keep computing something else meanwhile")
     parser.add_argument("--no-naive", action="store_true", help="leave out load_file/save_file")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary, busy_cores(arguments.busy):
         folder = Path(temporary)
         names = list(SHAPES) if arguments.shape == "all" else [arguments.shape]
 
@@ -295,7 +322,7 @@ def main() -> None:
             run(folder)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     machine = f"{platform.system()} {platform.release()}, {os.cpu_count()} cores, {memory:.0f} GiB"
-    print(json.dumps({"machine": machine, "rows": rows}, indent=2))
+    print(json.dumps({"machine": machine, "busy_cores": arguments.busy, "rows": rows}, indent=2))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from typing import BinaryIO
 
 from eplb_cli.errors import OutputError
 
-__all__ = ["atomic_write", "fsync_folder", "refuse_existing", "rename_exclusive", "sha256_of_file"]
+__all__ = ["atomic_write", "exchange", "fsync_folder", "refuse_existing", "rename_exclusive", "sha256_of_file"]
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 
 
 def refuse_existing(path: Path, *, force: bool) -> None:
@@ -86,15 +87,8 @@ def rename_exclusive(source: Path, target: Path) -> None:
         FileExistsError: `target` exists, as a file, a folder or a link.
         OSError: the file system refuses for another reason.
     """
-    library = ctypes.CDLL(None, use_errno=True)
-    rename = getattr(library, "renameat2", None)
-    names = [os.fsencode(path.absolute()) for path in (source, target)]
-    if rename is not None:
-        if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in (errno.EINVAL, errno.ENOSYS):
-            raise OSError(code, os.strerror(code), str(target))
+    if _renameat2(source, target, _RENAME_NOREPLACE):
+        return
     # The file system does not know the flag. A new link never replaces a file, and a rename of a folder never replaces
     # anything but an empty folder.
     if source.is_dir():
@@ -109,6 +103,30 @@ def rename_exclusive(source: Path, target: Path) -> None:
     else:
         target.hardlink_to(source)
         source.unlink()
+
+
+def exchange(one: Path, two: Path) -> bool:
+    """Swap the names of two files or folders in one step; False where the file system cannot.
+
+    Raises:
+        OSError: the file system refuses for another reason.
+    """
+    return _renameat2(one, two, _RENAME_EXCHANGE)
+
+
+def _renameat2(source: Path, target: Path, flag: int) -> bool:
+    """One rename with a flag; False where the kernel or the file system does not know it."""
+    library = ctypes.CDLL(None, use_errno=True)
+    rename = getattr(library, "renameat2", None)
+    names = [os.fsencode(path.absolute()) for path in (source, target)]
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(code, os.strerror(code), str(target))
 
 
 def fsync_folder(folder: Path) -> None:

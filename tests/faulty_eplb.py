@@ -1,13 +1,15 @@
-"""Runs eplb in a process in which one system call goes wrong: `python -m tests.faulty_eplb FAULT ARGUMENTS...`.
+"""eplb in a process of its own in which one system call goes wrong, and the record of the calls that it made.
 
-FAULT is `what:call:number[:argument]`: at the number-th use of os.<call> (`any` counts all of CALLS together)
+A fault is `what:call:number[:argument]`: at the number-th use of <call> (`any` counts together all of CALLS that change
+something), before it is made,
 
     kill                 the process is killed (SIGKILL), as by the kernel or an operator
     EIO, EDQUOT, ...     the call fails with that error
     stop                 the process stops (SIGSTOP) until somebody lets it go on
     touch:..:FILE        another program writes to FILE
+    make:..:FOLDER       another program makes FOLDER, with a file in it
     fill:..:FOLDER       another program uses up all space of FOLDER's file system
-    count                nothing; the number of calls is printed at the end
+    none                 nothing: `none:any:0`
 
 Everything else is the real program on a real file system.
 """
@@ -16,20 +18,145 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eplb_cli.checkpoint import copier
+from eplb_cli import files
+from eplb_cli.checkpoint import convert as _convert  # noqa: F401 - before the forks, not in each
+from eplb_cli.checkpoint import copying
 from eplb_cli.cli import main
 
-CALLS = ("pwritev", "write", "fsync", "fdatasync", "rename", "unlink", "mkdir", "preadv")
+CALLS = {
+    "pwritev": os,
+    "write": os,
+    "fsync": os,
+    "ftruncate": os,
+    "mkdir": os,
+    "unlink": os,
+    "rmdir": os,
+    "preadv": os,
+    "link": os,
+    "ioctl": fcntl,
+    "_reserve": copying,
+    "_renameat2": files,
+}
 
 
-def act(what: str, argument: str) -> None:
+@dataclass(frozen=True)
+class Call:
+    """A system call: its name, the files it touched as they were called then, and what it wrote."""
+
+    name: str
+    paths: tuple[str, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A process that runs eplb, or has run it."""
+
+    pid: int
+    folder: Path
+
+    def wait(self) -> Done:
+        """What came of it."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        texts = [(self.folder / name).read_text() for name in ("out", "err", "calls")]
+        shutil.rmtree(self.folder)
+        calls = [Call(name, tuple(paths), text) for name, paths, text in map(json.loads, texts[2].splitlines())]
+        return Done(code, texts[0], texts[1], calls)
+
+
+@dataclass(frozen=True)
+class Done:
+    """Exit code (negative: the signal), what was printed, and the calls in order."""
+
+    code: int
+    out: str
+    err: str
+    calls: list[Call]
+
+
+def start(fault: str, arguments: list[str], *, sync: bool = True, swap: bool = True, buffer: int = 1 << 20) -> Run:
+    """Start eplb in a fork of this process.
+
+    Args:
+        fault: see above.
+        arguments: the command line.
+        sync: false leaves out the waiting for the device, which no killed process needs.
+        swap: false takes the file system for one that knows no flags of renameat2.
+        buffer: bytes of one write, and of the steps from which a killed run goes on.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="eplb-run-"))
+    for name in ("out", "err", "calls"):
+        (folder / name).touch()
+    with warnings.catch_warnings():
+        # Threads of other tests are not used after the fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return Run(pid, folder)
+    code = 70
+    try:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / name, os.O_WRONLY), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        _install(fault, folder / "calls", sync=sync, swap=swap)
+        copying._BUFFER = copying._STEP = buffer
+        code = main(arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _install(fault: str, log: Path, *, sync: bool, swap: bool) -> None:
+    what, call, number, *rest = fault.split(":", 3)
+    seen = 0
+    stream = log.open("a", buffering=1)
+
+    def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            text = bytes(args[1]).decode(errors="replace") if name == "write" else ""
+            if name == "_reserve":
+                text = str(args[1])
+            paths = [_path(arg) for arg in args[:2] if not isinstance(arg, bytes | memoryview | list)]
+            stream.write(json.dumps([name, [path for path in paths if path], text]) + "\n")
+            if call == name or (call == "any" and name not in ("preadv", "ioctl")):
+                seen += 1
+                if seen == int(number):
+                    _act(what, rest[0] if rest else "")
+            if (name == "fsync" and not sync) or (name == "_renameat2" and not swap):
+                return False
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    for name, module in CALLS.items():
+        setattr(module, name, wrapped(name, getattr(module, name)))
+
+
+def _path(argument: Any) -> str:
+    """The path that a call's argument names."""
+    if isinstance(argument, int):
+        with contextlib.suppress(OSError):
+            return str(Path(f"/proc/self/fd/{argument}").readlink())
+        return ""
+    return str(argument) if isinstance(argument, str | Path) else ""
+
+
+def _act(what: str, argument: str) -> None:
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
@@ -37,6 +164,9 @@ def act(what: str, argument: str) -> None:
     elif what == "touch":
         with Path(argument).open("ab") as stream:
             stream.write(b"x")
+    elif what == "make":
+        Path(argument).mkdir(exist_ok=True)
+        Path(argument, "mine.txt").write_text("keep")
     elif what == "fill":
         block = bytes(1 << 16)
         with Path(argument, "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
@@ -45,34 +175,5 @@ def act(what: str, argument: str) -> None:
         with Path(argument, "crumbs").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
             while True:
                 stream.write(block[:512])
-    elif what != "count":
+    elif what != "none":
         raise OSError(getattr(errno, what), os.strerror(getattr(errno, what)))
-
-
-def run(fault: str, arguments: list[str]) -> int:
-    what, call, number, *rest = fault.split(":", 3)
-    seen = 0
-
-    def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            if call in ("any", name):
-                seen += 1
-                if seen == int(number):
-                    act(what, rest[0] if rest else "")
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    for name in CALLS:
-        setattr(os, name, wrapped(name, getattr(os, name)))
-    # Small steps, so that resuming inside a file is seen on small files.
-    copier._STEP = 1 << 20
-    code = main(arguments)
-    if what == "count":
-        sys.stdout.write(f"{seen}\n")
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], sys.argv[2:]))

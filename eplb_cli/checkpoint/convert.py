@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eplb_cli import __version__
 from eplb_cli.checkpoint.classify import ClassifiedTensors, classify
-from eplb_cli.checkpoint.copier import Copier, can_clone, output_error, renumbered
-from eplb_cli.checkpoint.expert_names import config_json, may_name_experts, renamed_side_file
-from eplb_cli.checkpoint.rewrite import (
+from eplb_cli.checkpoint.copying import Copier, can_clone, output_error, renumbered
+from eplb_cli.checkpoint.expert_names import MOST_SEARCHED_BYTES, config_json, may_name_experts, renamed_side_file
+from eplb_cli.checkpoint.layout import (
     CLONE_BLOCK,
     Layout,
     OutputShard,
@@ -27,18 +27,17 @@ from eplb_cli.checkpoint.rewrite import (
     rewrite,
 )
 from eplb_cli.checkpoint.source import PROVENANCE_FILE, Checkpoint
-from eplb_cli.checkpoint.transaction import JOURNAL, LOCK, Transaction
+from eplb_cli.checkpoint.transaction import Claim, Transaction, blocks_left_before
 from eplb_cli.checkpoint.verify import Level, verify
 from eplb_cli.errors import CheckpointError, OutputError
 from eplb_cli.files import sha256_of_file
 from eplb_cli.placement import PLAN_FILE, Placement
+from eplb_cli.untrusted import open_file, read_file
 
 __all__ = ["Conversion", "ConvertResult", "Estimate", "prepare"]
 
 _MARGIN_BYTES = 16 << 20
 """Room for directories, journals and the file system's own records."""
-_MOST_WAITING = 2
-"""Syncs that may lag behind the copying, each of 256 MiB or the rest of a shard."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Conversion:
         placement: a row for every MoE layer.
         given: the plan as it was given.
         layout: how to store experts.
-        output: the folder to write.
+        claim: the folder to write, and what may be replaced there.
         rewrite: the weight files.
         small_files: content of the files that are written from memory, by name.
         identity_layers: MoE layers that the plan lacked.
@@ -101,7 +100,7 @@ class Conversion:
     placement: Placement
     given: Placement
     layout: Layout
-    output: Path
+    claim: Claim
     rewrite: Rewrite
     small_files: Mapping[str, bytes]
     identity_layers: tuple[int, ...]
@@ -118,7 +117,7 @@ class Conversion:
     def estimate(self) -> Estimate:
         """Bytes and files, and the space there is."""
         cloned, left = 0, 0
-        done = self._done_before()
+        done = blocks_left_before(self.claim.output)
         for shard in self.rewrite.shards:
             shared = _shareable(shard) if self.clone else shard.size if self._links(shard) else 0
             cloned += shared
@@ -126,10 +125,10 @@ class Conversion:
         side = sum(self.source.fingerprints[name].size for name in self.copied_side_files)
         small = sum(map(len, self.small_files.values())) + 200 * len(self.rewrite.origins)
         extra = 0 if self.rewrite.index_name is None else 100 * len(self.rewrite.origins)
-        status = os.statvfs(self.output.absolute().parent)
+        status = os.statvfs(self.claim.output.absolute().parent)
         needed, free = left + side + small + extra, status.f_bavail * status.f_frsize
         return Estimate(
-            files=self.num_files,
+            files=len(self.names),
             bytes_total=sum(shard.size for shard in self.rewrite.shards) + side + small + extra,
             bytes_cloned=cloned,
             bytes_needed=needed,
@@ -139,15 +138,11 @@ class Conversion:
         )
 
     @property
-    def num_files(self) -> int:
-        """Files in the output: shards, index, side files, config, plan, provenance."""
-        return (
-            len(self.rewrite.shards)
-            + (self.rewrite.index_name is not None)
-            + len(self.copied_side_files)
-            + len(self.small_files)
-            + 1
-        )
+    def names(self) -> list[str]:
+        """Files of the output: shards, index, side files, config, plan, provenance."""
+        index = [] if self.rewrite.index_name is None else [self.rewrite.index_name]
+        shards = [shard.name for shard in self.rewrite.shards]
+        return [*shards, *index, *self.copied_side_files, *self.small_files, PROVENANCE_FILE]
 
     @property
     def extra_bytes(self) -> int:
@@ -161,7 +156,7 @@ class Conversion:
             OutputError: there are too few.
         """
         estimate = self.estimate()
-        parent = self.output.absolute().parent
+        parent = self.claim.output.absolute().parent
         if estimate.bytes_missing:
             raise OutputError(
                 f"needs {estimate.bytes_needed:,} bytes, and {estimate.bytes_free:,} are free",
@@ -171,9 +166,9 @@ class Conversion:
                 "needs next to none.",
             )
         status = os.statvfs(parent)
-        if status.f_files and status.f_favail < self.num_files + 3:
+        if status.f_files and status.f_favail < len(self.names) + 3:
             raise OutputError(
-                f"needs {self.num_files + 3} files, and the file system has {status.f_favail} inodes left", file=parent
+                f"needs {len(self.names) + 3} files, and the file system has {status.f_favail} inodes left", file=parent
             )
 
     def identity(self) -> dict[str, Any]:
@@ -201,104 +196,68 @@ class Conversion:
             progress: called with the number of bytes of weights done since the last call.
 
         Raises:
-            OutputError: the output cannot be written.
+            OutputError: the output cannot be written, or something else has taken its place meanwhile.
             CheckpointError: the source changed or cannot be read, or the result does not prove right.
         """
         begin = time.monotonic()
-        with Transaction(self.output, self.identity(), resume=resume) as transaction:
+        shards = {shard.name: shard for shard in self.rewrite.shards}
+        with Transaction(self.claim, self.identity(), shards, resume=resume) as transaction:
             copier = Copier(self.source.folder, clone=self.clone, progress=progress)
-            try:
-                linked = self._write_shards(transaction, copier)
-                self._write_other_files(transaction)
-                self.source.require_unchanged()
-                report = verify(
-                    self.source,
-                    transaction.partial,
-                    self.given,
-                    Level.sample,
-                    classified=self.classified,
-                    unfinished=(JOURNAL, LOCK),
+            linked = sum(self._write_shard(transaction, copier, shard) for shard in self.rewrite.shards)
+            self._write_other_files(transaction)
+            self.source.require_unchanged()
+            report = verify(self.source, transaction.checkpoint, self.given, Level.sample, classified=self.classified)
+            if not report.ok:
+                raise CheckpointError(
+                    f"the result does not prove right: {report.problems[0]}",
+                    file=transaction.checkpoint,
+                    hint="Nothing was removed. The device or the memory is not to be trusted, or this is a defect of "
+                    "eplb: report it. --no-resume writes everything anew.",
                 )
-                if not report.ok:
-                    transaction.discard()
-                    raise CheckpointError(
-                        f"the result does not prove right: {report.problems[0]}",
-                        file=transaction.partial,
-                        hint="The device or the memory is not to be trusted, or this is a defect of eplb; report it.",
-                    )
-            except CheckpointError:
-                # Of a source that changed nothing can be kept; after a failed read the finished shards are still right.
-                self._discard_if_changed(transaction)
-                raise
             transaction.commit()
-        traffic = copier.traffic
         return ConvertResult(
             layout=self.layout,
-            files=self.num_files,
-            bytes_read=traffic.read,
-            bytes_written=traffic.written,
-            bytes_cloned=traffic.cloned + linked,
+            files=len(self.names),
+            bytes_read=copier.traffic.read,
+            bytes_written=copier.traffic.written,
+            bytes_cloned=copier.traffic.cloned + linked,
             extra_bytes=self.extra_bytes,
             seconds=round(time.monotonic() - begin, 3),
             verified_tensors=report.tensors,
         )
 
-    def _discard_if_changed(self, transaction: Transaction) -> None:
+    def _write_shard(self, transaction: Transaction, copier: Copier, shard: OutputShard) -> int:
+        """Copy what is not on the device yet; returns the bytes that were linked."""
+        start = transaction.done.get(shard.name, 0)
+        copier.progress(start)
+        if start == shard.size:
+            return 0
+        links = self._links(shard) and not copier.clone and not start
+        if links and transaction.link(shard.name, (self.source.folder / shard.name).resolve()):
+            copier.progress(shard.size)
+            return shard.size
+        descriptor = transaction.open_shard(shard.name)
         try:
-            self.source.require_unchanged()
-        except CheckpointError:
-            transaction.discard()
-            raise
-
-    def _write_shards(self, transaction: Transaction, copier: Copier) -> int:
-        """Copy what is not finished yet; returns the bytes that were linked."""
-        linked = 0
-        waiting: list[Future[None]] = []
-        # One thread syncs and renames, in order, while the next bytes are copied.
-        with ThreadPoolExecutor(1) as background:
-            for shard in self.rewrite.shards:
-                for future in [future for future in waiting if future.done()]:
-                    waiting.remove(future)
-                    future.result()
-                if _is_finished(transaction, shard):
-                    copier.progress(shard.size)
-                    continue
-                if self._links(shard) and not copier.clone and self._link(transaction, shard):
-                    linked += shard.size
-                    copier.progress(shard.size)
-                    continue
-                start = self._start(transaction, shard)
-                copier.progress(start)
-
-                def step(descriptor: int, offset: int, name: str = shard.name) -> None:
-                    # A descriptor of its own: if the copy fails, the file is closed before the sync's turn comes.
-                    waiting.append(background.submit(transaction.sync_part, name, os.dup(descriptor), offset))
-                    if len(waiting) > _MOST_WAITING:
-                        waiting.pop(0).result()
-
-                try:
-                    descriptor = copier.write(shard, transaction.part(shard.name), start=start, step=step)
-                except OutputError:
-                    transaction.discard_part(shard.name)
-                    raise
-                waiting.append(background.submit(transaction.finish, shard.name, descriptor, shard.size))
-                if len(waiting) > _MOST_WAITING:
-                    waiting.pop(0).result()
-            for future in waiting:
-                future.result()
-        return linked
+            try:
+                copier.write(shard, descriptor, start=start, step=partial(transaction.note, shard.name, descriptor))
+                transaction.note(shard.name, descriptor, shard.size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise output_error(error, transaction.checkpoint / shard.name) from error
+        return 0
 
     def _write_other_files(self, transaction: Transaction) -> None:
         for name in self.copied_side_files:
-            transaction.copy_file(name, self.source.folder / name)
+            transaction.write(name, _blocks(self.source.folder / name))
         for name, content in self.small_files.items():
             if name != "config.json":
-                transaction.write_small(name, content)
-        transaction.write_text(PROVENANCE_FILE, _json(self._provenance()))
-        transaction.write_small("config.json", self.small_files["config.json"])
+                transaction.write(name, [content])
+        transaction.write(PROVENANCE_FILE, _json(self._provenance()))
+        transaction.write("config.json", [self.small_files["config.json"]])
         # The index comes last: without it no loader takes the folder for complete.
         if self.rewrite.index_name is not None:
-            transaction.write_text(self.rewrite.index_name, _json(self._index()))
+            transaction.write(self.rewrite.index_name, _json(self._index()))
 
     def _index(self) -> dict[str, Any]:
         metadata = {**self.source.index_metadata, "total_size": self.rewrite.data_bytes}
@@ -339,42 +298,6 @@ class Conversion:
     def _links(self, shard: OutputShard) -> bool:
         return self.link and shard.unchanged is not None
 
-    def _link(self, transaction: Transaction, shard: OutputShard) -> bool:
-        """Give an unchanged shard a second name; False where the file system cannot."""
-        source = (self.source.folder / shard.name).resolve()
-        target = transaction.partial / shard.name
-        try:
-            target.unlink(missing_ok=True)
-            target.hardlink_to(source)
-        except OSError as error:
-            if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
-                return False
-            raise output_error(error, target) from error
-        return True
-
-    def _start(self, transaction: Transaction, shard: OutputShard) -> int:
-        """Bytes of a shard's part that an earlier run vouches for."""
-        offset = transaction.offsets.get(shard.name, 0)
-        part = transaction.part(shard.name)
-        try:
-            whole = part.stat().st_size >= offset > len(shard.header)
-            with part.open("rb") as stream:
-                same = stream.read(len(shard.header)) == shard.header
-        except OSError:
-            return 0
-        return offset if whole and same else 0
-
-    def _done_before(self) -> dict[str, int]:
-        """Bytes that an interrupted run has left in place, by shard."""
-        partial = self.output.with_name(self.output.name + ".partial")
-        done = {}
-        for shard in self.rewrite.shards:
-            for path in (partial / shard.name, partial / f"{shard.name}.part"):
-                if path.is_file():
-                    done[shard.name] = path.stat().st_blocks * 512
-                    break
-        return done
-
 
 def prepare(
     model: str,
@@ -393,7 +316,8 @@ def prepare(
     """
     placement = Placement.load(plan)
     source = Checkpoint.open(model)
-    _require_separate(source, output, force=force)
+    claim = Claim(output, force=force)
+    _require_separate(source, output)
     warnings = list(_require_ordinary(source))
     shape = source.config.shape
     layer_ids = shape.moe_layer_ids or ()
@@ -430,13 +354,13 @@ def prepare(
         )
     if source.left_out:
         notes.append(f"left out: {', '.join(source.left_out)}")
-    return Conversion(
+    conversion = Conversion(
         source=source,
         classified=classified,
         placement=complete,
         given=placement,
         layout=layout,
-        output=output,
+        claim=claim,
         rewrite=files,
         small_files=small_files,
         identity_layers=missing,
@@ -445,28 +369,33 @@ def prepare(
         notes=tuple(notes),
         warnings=tuple(warnings),
     )
+    _require_distinct(source, conversion.names)
+    return conversion
 
 
-def _require_separate(source: Checkpoint, output: Path, *, force: bool) -> None:
-    """Refuse outputs that would overwrite something, or lie in the source or around it."""
-    parent = output.absolute().parent
-    if not parent.is_dir():
-        raise OutputError("the output's folder does not exist", file=output, hint=f"mkdir -p {parent}")
-    here, there = source.folder.resolve(), parent.resolve() / output.name
-    for path in (there, there.resolve()):
-        if path == here or path.is_relative_to(here):
+def _require_distinct(source: Checkpoint, names: Sequence[str]) -> None:
+    """Refuse side files whose path is also that of a file to be written, or leads through one."""
+    taken: set[str] = set()
+    for name in sorted(names, key=len):
+        clash = next((str(path) for path in (Path(name), *Path(name).parents) if str(path) in taken), None)
+        if clash is not None:
+            raise CheckpointError(
+                f"cannot be carried over: the output has a file {clash}",
+                file=source.folder / name,
+                hint="Rename or remove it.",
+            )
+        taken.add(name)
+
+
+def _require_separate(source: Checkpoint, output: Path) -> None:
+    """Refuse outputs that would lie in the source or around it; so does the folder that the run works in."""
+    here, there = source.folder.resolve(), output.absolute().parent.resolve() / output.name
+    work = there.with_name(there.name + ".partial")
+    for path in (there, there.resolve(), work, work.resolve()):
+        if path.is_relative_to(here):
             raise OutputError("the output lies in the source", file=output, rule="the source is never touched")
         if here.is_relative_to(path):
             raise OutputError("the source lies in the output", file=output, rule="the source is never touched")
-    if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise OutputError("is in the way", file=output, rule="the output is a folder")
-    if output.is_dir():
-        if not force:
-            raise OutputError("the output exists already", file=output, hint="Pass --force to replace it.")
-        if any(output.iterdir()) and not (output / "config.json").exists():
-            raise OutputError(
-                "is not a checkpoint, so --force does not replace it", file=output, hint="Remove it by hand."
-            )
 
 
 def _require_ordinary(source: Checkpoint) -> list[str]:
@@ -505,10 +434,7 @@ def _small_files(
     }
     for name in source.side_files:
         if may_name_experts(name, source.fingerprints[name].size):
-            try:
-                before = (source.folder / name).read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"cannot be read: {error.strerror}", file=source.folder / name) from error
+            before = read_file(source.folder / name, CheckpointError, most_bytes=MOST_SEARCHED_BYTES)
             content = renamed_side_file(source.config, name, before, slots)
             if content is not None:
                 files[name] = content
@@ -525,16 +451,18 @@ def _shareable(shard: OutputShard) -> int:
     return shared
 
 
-def _is_finished(transaction: Transaction, shard: OutputShard) -> bool:
-    """Whether an earlier run finished a shard, by the journal and by the file itself."""
-    path = transaction.partial / shard.name
-    if transaction.finished.get(shard.name) != shard.size or not path.is_file() or path.stat().st_size != shard.size:
-        return False
-    with path.open("rb") as stream:
-        return stream.read(len(shard.header)) == shard.header
+def _blocks(file: Path) -> Iterator[bytes]:
+    with open_file(file, CheckpointError) as stream:
+        try:
+            while block := stream.read(1 << 20):
+                yield block
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
 
 
-def _json(document: Any) -> Iterator[str]:
+def _json(document: Any) -> Iterator[bytes]:
     """JSON text in small pieces: the list of tensors of a large model has tens of megabytes."""
-    yield from json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
-    yield "\n"
+    pieces = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
+    while batch := "".join(islice(pieces, 10_000)):
+        yield batch.encode()
+    yield b"\n"

@@ -14,7 +14,7 @@ from typing import Any
 
 from eplb_cli.checkpoint.config import PLACEMENT_KEY, ModelConfig
 from eplb_cli.checkpoint.family import Family
-from eplb_cli.checkpoint.rewrite import Layout
+from eplb_cli.checkpoint.layout import Layout
 from eplb_cli.errors import CheckpointError
 from eplb_cli.placement import PLAN_FILE, Placement
 from eplb_cli.untrusted import parse_json, shown

@@ -10,7 +10,7 @@ import os
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -110,7 +110,6 @@ def verify(
     level: Level,
     *,
     classified: ClassifiedTensors | None = None,
-    unfinished: Collection[str] = (),
     progress: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Compare a converted checkpoint with its source.
@@ -121,7 +120,6 @@ def verify(
         plan: the plan it must follow; None takes the one that lies in it.
         level: how much to read.
         classified: roles of the source's tensors, where they are known already.
-        unfinished: files that the writer still keeps in the folder.
         progress: called with the number of bytes compared since the last call.
 
     Raises:
@@ -137,7 +135,7 @@ def verify(
     expected = _expected(demand)
     origins = {name: want.origin for name, want in expected.items()}
     for found in (
-        file_problems(source, output, files - set(unfinished)),
+        file_problems(source, output, files),
         config_problems(demand, folder, document),
         plan_problems(demand, folder),
         provenance_problems(demand, folder, origins),

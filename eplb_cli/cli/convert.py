@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from eplb_cli.checkpoint.convert import Estimate
-    from eplb_cli.checkpoint.rewrite import OutputShard
+    from eplb_cli.checkpoint.layout import OutputShard
 
 EXAMPLES = (
     "eplb convert Qwen/Qwen3-30B-A3B plan.json -o Qwen3-30B-A3B-balanced",
@@ -76,7 +76,7 @@ def convert(
     from rich.text import Text
 
     from eplb_cli.checkpoint.convert import prepare
-    from eplb_cli.checkpoint.rewrite import Layout, shard_limit
+    from eplb_cli.checkpoint.layout import Layout, shard_limit
     from eplb_cli.errors import UsageError
 
     console = Console(output_format)

@@ -1,17 +1,21 @@
-"""Copies byte ranges from file to file: shared blocks where the file system can, large aligned transfers elsewhere.
+"""Copies byte ranges from file to file: shared blocks where the file system can, direct writes elsewhere.
 
-Weights never become tensors; memory is a few buffers whatever the size. Errors of the device (EIO, ENOSPC, EDQUOT) end
-the run: after a failed write-back another way of copying may read stale bytes, so there is no second try.
+Weights never become tensors; memory is a few buffers whatever the size. Bytes go from the source's page cache into a
+buffer, and from there straight to the device. Errors of the device (EIO, ENOSPC, EDQUOT) end the run: after a failed
+write another way of copying may read stale bytes, so there is no second try.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,9 +23,10 @@ from queue import SimpleQueue
 import numpy as np
 
 from eplb_cli.checkpoint import page_cache
+from eplb_cli.checkpoint.layout import CLONE_BLOCK, OutputShard, Piece
 from eplb_cli.checkpoint.page_cache import PAGE
-from eplb_cli.checkpoint.rewrite import CLONE_BLOCK, OutputShard, Piece
 from eplb_cli.errors import CheckpointError, EplbError, OutputError
+from eplb_cli.untrusted import open_file
 
 __all__ = ["Copier", "Traffic", "can_clone", "output_error", "renumbered"]
 
@@ -40,10 +45,12 @@ _CANNOT_CLONE = {
 }
 """Answers that mean "not here", not "the device failed"."""
 
-_BUFFER = 1 << 20
-_BUFFERS = 4
+_BUFFER = 8 << 20
+_BUFFERS = 3
 _READ_AHEAD = 16 << 20
 _ADVICE = 4 << 20
+_ADVISE_AT_LEAST = 64 << 10
+"""Below this, asking for a range costs more than it saves; what lies around it is asked for anyway."""
 _CLONE_AT_LEAST = 64 << 10
 """Below this a clone costs more than a copy."""
 _CLONE_AT_MOST = 1 << 30
@@ -76,58 +83,89 @@ class Copier:
     progress: Callable[[int], None] = lambda count: None
     traffic: Traffic = field(default_factory=Traffic)
 
-    def write(
-        self, shard: OutputShard, target: Path, *, start: int = 0, step: Callable[[int, int], None] | None = None
-    ) -> int:
-        """Write a shard, or the rest of it from byte `start` on, and return the open descriptor, not yet synced.
+    def write(self, shard: OutputShard, descriptor: int, *, start: int, step: Callable[[int], None]) -> None:
+        """Write a shard, or the rest of it; the last bytes are not yet synced.
 
         Args:
             shard: what to write.
-            target: file to write; created, or cut to `start` bytes.
-            start: bytes that an earlier run has written and synced.
-            step: called with (descriptor, offset) each time another 256 MiB are written.
+            descriptor: open file to write to; cut to `start` bytes.
+            start: bytes that are right already, a multiple of the page size.
+            step: called with the offset each time another 256 MiB are written.
 
         Raises:
-            OutputError: the target cannot be written.
+            OSError: the target cannot be written.
             CheckpointError: a source file cannot be read, or is shorter than it was.
         """
-        try:
-            descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise output_error(error, target) from error
-        try:
-            os.ftruncate(descriptor, start)
-            with _Sources(self.folder) as sources:
-                _Stream(self, sources, shard, descriptor, target, step).run(start)
-        except OSError as error:
-            os.close(descriptor)
-            raise output_error(error, target) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        os.ftruncate(descriptor, start)
+        if not self.clone:
+            _reserve(descriptor, shard.size)
+        with _Sources(self.folder) as sources, _Writer(descriptor, self, start, step) as writer:
+            _copy_shard(self, sources, writer, shard, start)
+            writer.flush()
 
 
-class _Sources:
+def _copy_shard(copier: Copier, sources: _Sources, writer: _Writer, shard: OutputShard, start: int) -> None:
+    """Put the bytes of a shard from `start` on into the writer."""
+    header = shard.header
+    if start < len(header):
+        writer.put(header[start:])
+    position = len(header)
+    todo: list[tuple[Piece, int, int]] = []
+    for piece in shard.pieces:
+        skip = min(max(0, start - position), piece.length)
+        if skip < piece.length:
+            todo.append((piece, skip, position + skip))
+        position += piece.length
+    ahead = _Ahead(sources, _copied(copier, todo))
+    for piece, skip, position in todo:
+        if piece.renumber is not None:
+            writer.put(renumbered(sources.folder, piece)[skip:])
+            copier.traffic.read += piece.length
+            continue
+        offset, length = piece.offset + skip, piece.length - skip
+        if copier.clone:
+            head, interior = _interior(offset, length, position)
+            if interior:
+                writer.copy(sources, piece.shard, offset, head)
+                head += writer.share(sources, piece.shard, offset + head, interior)
+                offset, length = offset + head, length - head
+        writer.copy(sources, piece.shard, offset, length, ahead)
+    ahead.finish()
+
+
+def _copied(copier: Copier, todo: Sequence[tuple[Piece, int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Ranges that will be read, not shared, and are long enough to be asked for ahead."""
+    for piece, skip, position in todo:
+        offset, length = piece.offset + skip, piece.length - skip
+        if piece.renumber is None and length >= _ADVISE_AT_LEAST:
+            if copier.clone and _interior(offset, length, position)[1]:
+                continue
+            for begin in range(0, length, _ADVICE):
+                yield piece.shard, offset + begin, min(_ADVICE, length - begin)
+
+
+def _interior(offset: int, length: int, position: int) -> tuple[int, int]:
+    """(bytes before the first block boundary, bytes of whole blocks) of a range that is to lie at `position`; the
+    second is 0 where blocks do not coincide or are too few to be worth sharing."""
+    if (offset - position) % CLONE_BLOCK:
+        return 0, 0
+    head = min(-offset % CLONE_BLOCK, length)
+    interior = (length - head) // CLONE_BLOCK * CLONE_BLOCK
+    return (head, interior) if interior >= _CLONE_AT_LEAST else (0, 0)
+
+
+class _Sources(ExitStack):
     """Open source files of one shard, read-only."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.descriptors: dict[str, int] = {}
 
-    def __enter__(self) -> _Sources:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
-
     def __getitem__(self, name: str) -> int:
         if name not in self.descriptors:
-            try:
-                self.descriptors[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(f"cannot be read: {error.strerror}", file=self.folder / name) from error
+            stream = self.enter_context(open_file(self.folder / name, CheckpointError))
+            self.descriptors[name] = stream.fileno()
         return self.descriptors[name]
 
     def read(self, name: str, view: memoryview, offset: int) -> None:
@@ -149,133 +187,27 @@ class _Sources:
             done += count
 
 
-class _Stream:
-    """The bytes of one shard on their way to its file."""
-
-    def __init__(
-        self,
-        copier: Copier,
-        sources: _Sources,
-        shard: OutputShard,
-        descriptor: int,
-        target: Path,
-        step: Callable[[int, int], None] | None,
-    ) -> None:
-        self.copier = copier
-        self.sources = sources
-        self.shard = shard
-        self.descriptor = descriptor
-        self.target = target
-        self.step = step
-        self.next_step = _STEP
-        self.writer = _Writer(descriptor, copier)
-
-    def run(self, start: int) -> None:
-        """Write everything from byte `start` on."""
-        header = self.shard.header
-        self.next_step = start // _STEP * _STEP + _STEP
-        with self.writer:
-            self.writer.offset = start
-            if start < len(header):
-                self.writer.put(header[start:])
-            pieces = list(_after(self.shard.pieces, start - len(header)))
-            position = max(start, len(header))
-            ahead = _Ahead(self.sources, self._copied(pieces, position))
-            for piece in pieces:
-                self._piece(piece, position, ahead)
-                position += piece.length
-            self.writer.flush()
-            ahead.finish()
-
-    def _copied(self, pieces: Sequence[Piece], position: int) -> list[Piece]:
-        """The pieces that will be read, not shared."""
-        copied = []
-        for piece in pieces:
-            if piece.renumber is None and not (self.copier.clone and _interior(piece, position)[1]):
-                copied.append(piece)
-            position += piece.length
-        return copied
-
-    def _piece(self, piece: Piece, position: int, ahead: _Ahead) -> None:
-        if piece.renumber is not None:
-            self.writer.put(renumbered(self.sources.folder, piece))
-            self.copier.traffic.read += piece.length
-            return
-        offset, end = piece.offset, piece.offset + piece.length
-        head, interior = _interior(piece, position)
-        if self.copier.clone and interior:
-            self._copy(piece.shard, offset, head)
-            offset += head
-            offset += self._clone(piece.shard, offset, interior)
-            self._copy(piece.shard, offset, end - offset)
-        else:
-            self._copy(piece.shard, offset, end - offset, ahead)
-
-    def _copy(self, name: str, offset: int, length: int, ahead: _Ahead | None = None) -> None:
-        while length:
-            view = self.writer.room()[:length]
-            if ahead is not None:
-                ahead.passed(len(view))
-            self.sources.read(name, view, offset)
-            self.copier.traffic.read += len(view)
-            self.writer.filled_by(len(view))
-            offset += len(view)
-            length -= len(view)
-            self._maybe_step()
-
-    def _clone(self, name: str, offset: int, length: int) -> int:
-        """Share a block-aligned range; returns the bytes done, fewer where the file system turns out unable."""
-        self.writer.flush()
-        done = 0
-        while done < length:
-            count = min(length - done, _CLONE_AT_MOST)
-            argument = struct.pack("qQQQ", self.sources[name], offset + done, count, self.writer.offset)
-            try:
-                fcntl.ioctl(self.descriptor, FICLONERANGE, argument)
-            except OSError as error:
-                if error.errno not in _CANNOT_CLONE:
-                    raise
-                self.copier.clone = False
-                break
-            self.writer.offset += count
-            self.copier.traffic.cloned += count
-            self.copier.progress(count)
-            done += count
-            self._maybe_step()
-        return done
-
-    def _maybe_step(self) -> None:
-        if self.step is not None and self.writer.offset >= self.next_step:
-            self.writer.flush()
-            self.step(self.descriptor, self.writer.offset)
-            self.next_step += _STEP
-
-
-def _interior(piece: Piece, position: int) -> tuple[int, int]:
-    """(bytes before the first block boundary, bytes of whole blocks) of a piece that is to lie at `position`; the
-    second is 0 where blocks do not coincide or are too few to be worth sharing."""
-    if (piece.offset - position) % CLONE_BLOCK:
-        return 0, 0
-    head = min(-piece.offset % CLONE_BLOCK, piece.length)
-    interior = (piece.length - head) // CLONE_BLOCK * CLONE_BLOCK
-    return (head, interior) if interior >= _CLONE_AT_LEAST else (0, 0)
-
-
 class _Writer:
-    """A few buffers: one fills while a thread writes those before it, so that reading and writing overlap."""
+    """A few buffers: one fills while a thread writes those before it, so that reading and writing overlap.
 
-    def __init__(self, descriptor: int, copier: Copier) -> None:
+    Every write starts at a page boundary and, but for the last, ends at one: so they can go to the device directly.
+    """
+
+    def __init__(self, descriptor: int, copier: Copier, start: int, step: Callable[[int], None]) -> None:
         self.descriptor = descriptor
         self.copier = copier
-        self.offset = 0
+        self.offset = start
+        self.step = step
+        self.next_step = start + _STEP
         self.used = 0
         self.buffer: memoryview | None = None
         self.free: SimpleQueue[memoryview] = SimpleQueue()
         self.filled: SimpleQueue[tuple[memoryview, int, int] | threading.Event | None] = SimpleQueue()
         self.failure: BaseException | None = None
+        self.direct = _set_direct(descriptor, True)
         self.thread = threading.Thread(target=self._loop, daemon=True)
         for _ in range(_BUFFERS):
-            self.free.put(memoryview(bytearray(_BUFFER)))
+            self.free.put(memoryview(mmap.mmap(-1, _BUFFER)))
 
     def __enter__(self) -> _Writer:
         self.thread.start()
@@ -285,27 +217,48 @@ class _Writer:
         self.filled.put(None)
         self.thread.join()
 
-    def room(self) -> memoryview:
-        """Free part of the buffer, up to the next write; writes end at page boundaries of the target."""
-        if self.buffer is None:
-            self.buffer = self.free.get()
-        return self.buffer[self.used : _BUFFER - self.offset % PAGE]
-
-    def filled_by(self, count: int) -> None:
-        """Count bytes that were put into `room()`."""
-        self.used += count
-        if self.used >= _BUFFER - self.offset % PAGE:
-            self._hand_over()
-
     def put(self, content: bytes) -> None:
         """Write bytes from memory."""
         rest = memoryview(content)
         while rest:
-            room = self.room()
+            room = self._room()
             count = min(len(room), len(rest))
             room[:count] = rest[:count]
             rest = rest[count:]
-            self.filled_by(count)
+            self._filled_by(count)
+
+    def copy(self, sources: _Sources, name: str, offset: int, length: int, ahead: _Ahead | None = None) -> None:
+        """Write a range of a source file."""
+        while length:
+            view = self._room()[:length]
+            if ahead is not None:
+                ahead.passed(len(view))
+            sources.read(name, view, offset)
+            self.copier.traffic.read += len(view)
+            self._filled_by(len(view))
+            offset += len(view)
+            length -= len(view)
+
+    def share(self, sources: _Sources, name: str, offset: int, length: int) -> int:
+        """Share a block-aligned range; returns the bytes done, fewer where the file system turns out unable."""
+        self.flush()
+        done = 0
+        while done < length:
+            count = min(length - done, _CLONE_AT_MOST)
+            argument = struct.pack("qQQQ", sources[name], offset + done, count, self.offset)
+            try:
+                fcntl.ioctl(self.descriptor, FICLONERANGE, argument)
+            except OSError as error:
+                if error.errno not in _CANNOT_CLONE:
+                    raise
+                self.copier.clone = False
+                break
+            self.offset += count
+            self.copier.traffic.cloned += count
+            self.copier.progress(count)
+            done += count
+            self._note(self.offset)
+        return done
 
     def flush(self) -> None:
         """Wait until everything is handed to the kernel."""
@@ -315,6 +268,18 @@ class _Writer:
         self.filled.put(done)
         done.wait()
         self._raise()
+
+    def _room(self) -> memoryview:
+        """Free part of the buffer."""
+        if self.buffer is None:
+            self.buffer = self.free.get()
+        return self.buffer[self.used :]
+
+    def _filled_by(self, count: int) -> None:
+        """Count bytes that were put into the room."""
+        self.used += count
+        if self.used == _BUFFER:
+            self._hand_over()
 
     def _hand_over(self) -> None:
         self._raise()
@@ -337,24 +302,41 @@ class _Writer:
                 # After a failure nothing more is written: what follows would lie behind a hole.
                 if self.failure is None:
                     self._write(buffer[:length], offset)
+                    self._note(offset + length)
             except BaseException as error:
                 self.failure = error
             self.free.put(buffer)
 
+    def _note(self, offset: int) -> None:
+        if offset >= self.next_step and offset % PAGE == 0:
+            self.step(offset)
+            self.next_step = offset + _STEP
+
     def _write(self, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
-            done += os.pwritev(self.descriptor, [view[done:]], offset + done)
+            rest = view[done:]
+            pages = len(rest) // PAGE * PAGE
+            if self.direct and (not pages or (offset + done) % PAGE):
+                # The end of the file, or the rest of a write that the kernel cut short.
+                self.direct = _set_direct(self.descriptor, False)
+            try:
+                done += os.pwritev(self.descriptor, [rest[:pages] if self.direct else rest], offset + done)
+            except OSError as error:
+                if not self.direct or error.errno != errno.EINVAL:
+                    raise
+                # A device with blocks larger than a page.
+                self.direct = _set_direct(self.descriptor, False)
         self.copier.traffic.written += len(view)
         self.copier.progress(len(view))
 
 
 class _Ahead:
-    """Read-ahead for a list of pieces, and giving back what was read, unless it was in the cache before."""
+    """Read-ahead for a list of ranges, and giving back what was read, unless it was in the cache before."""
 
-    def __init__(self, sources: _Sources, pieces: Sequence[Piece]) -> None:
+    def __init__(self, sources: _Sources, ranges: Iterator[tuple[str, int, int]]) -> None:
         self.sources = sources
-        self.ranges = _ranges(pieces)
+        self.ranges = ranges
         self.ahead = 0
         self.behind: list[tuple[str, int, int]] = []
 
@@ -385,24 +367,26 @@ class _Ahead:
         page_cache.drop(self.sources[name], offset, length)
 
 
-def _ranges(pieces: Sequence[Piece]) -> Iterator[tuple[str, int, int]]:
-    for piece in pieces:
-        for begin in range(0, piece.length, _ADVICE):
-            yield piece.shard, piece.offset + begin, min(_ADVICE, piece.length - begin)
+def _set_direct(descriptor: int, direct: bool) -> bool:
+    """Let writes go past the page cache, or not; returns whether they do, which some file systems cannot."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
+    except OSError:
+        return False
+    return direct
 
 
-def _after(pieces: Sequence[Piece], skip: int) -> Iterator[Piece]:
-    """The pieces without their first `skip` bytes."""
-    for piece in pieces:
-        if skip >= piece.length:
-            skip -= piece.length
-        elif skip > 0 and piece.renumber is None:
-            yield Piece(piece.shard, piece.offset + skip, piece.length - skip)
-            skip = 0
-        elif skip > 0:
-            raise AssertionError("a step never ends inside a table of expert ids")
-        else:
-            yield piece
+def _reserve(descriptor: int, size: int) -> None:
+    """Ask for the blocks of a whole file at once: no write has to grow it, and a full device is known before."""
+    library = ctypes.CDLL(None, use_errno=True)
+    offset, length = ctypes.c_int64(0), ctypes.c_int64(size)
+    # posix_fallocate would write zeros where the file system cannot reserve.
+    if library.fallocate(descriptor, 0, offset, length) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+        raise OSError(code, os.strerror(code))
 
 
 def renumbered(folder: Path, piece: Piece) -> bytes:
@@ -414,12 +398,16 @@ def renumbered(folder: Path, piece: Piece) -> bytes:
     kinds = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8"}
     if piece.renumber is None or piece.dtype not in kinds:
         raise CheckpointError(f"expert ids of type {piece.dtype}", file=folder / piece.shard, rule="must be integers")
-    with (folder / piece.shard).open("rb") as stream:
-        stream.seek(piece.offset)
-        values = np.frombuffer(stream.read(piece.length), kinds[piece.dtype])
-    if values.nbytes != piece.length:
+    with open_file(folder / piece.shard, CheckpointError) as stream:
+        content = os.pread(stream.fileno(), piece.length, piece.offset)
+    if len(content) != piece.length:
         raise CheckpointError("is shorter than its header says", file=folder / piece.shard)
+    values = np.frombuffer(content, kinds[piece.dtype])
     experts = len(piece.renumber)
+    if experts - 1 > np.iinfo(values.dtype).max:
+        raise CheckpointError(
+            f"expert ids of type {piece.dtype}", file=folder / piece.shard, rule=f"must hold 0..{experts - 1}"
+        )
     outside = values[(values < 0) | (values >= experts)]
     if outside.size:
         raise CheckpointError(
