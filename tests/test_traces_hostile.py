@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_cli.errors import TraceError
+from eplb_cli.errors import EplbError, TraceError
 from eplb_cli.loads import ModelShape
 from eplb_cli.traces import ReadOptions, read_traces
 from eplb_cli.traces.files import TraceFile
@@ -133,3 +133,11 @@ def test_a_cell_of_megabytes_makes_a_short_message(tmp_path: Path) -> None:
     with pytest.raises(TraceError) as caught:
         read_traces([tmp_path / "a.csv"], ReadOptions(MODEL))
     assert len(str(caught.value)) < 400
+
+
+def test_counts_whose_sum_leaves_64_bits_name_their_file(tmp_path: Path) -> None:
+    counts = poisson(2, 3, 8)
+    counts[0, 1, 5] = counts[1, 2, 6] = 2**62
+    np.save(tmp_path / "a.npy", counts)
+    with pytest.raises(EplbError, match=r"a\.npy: counts add up to"):
+        read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import TraceError, UsageError
+from eplb_cli.errors import LoadsError, TraceError, UsageError
 from eplb_cli.loads import PHASES, ExpertLoads, ModelShape, Source
 from eplb_cli.traces import checks
 from eplb_cli.traces.counting import (
@@ -528,19 +528,25 @@ def _profile(
         elif tokens_a_window > (options.window_tokens or DEFAULT_WINDOW_TOKENS):
             collector.warn(f"windows hold {tokens_a_window} tokens, so that they stay few{of_phase}")
     model = options.model.architecture if options.model and options.model.architecture else None
-    loads = ExpertLoads(
-        counts=counts,
-        tokens=tokens,
-        layer_ids=collector.layer_ids,
-        window_ids=window_ids,
-        window_phase=window_phase.astype(np.uint8),
-        model=model or (architectures.pop() if len(architectures) == 1 else None),
-        top_k=top_k,
-        sources=tuple(
-            Source(file.label, file.sha256, reader.name) for reader, recording in recordings for file in recording.files
-        ),
-        dropped=collector.dropped,
-    )
+    try:
+        loads = ExpertLoads(
+            counts=counts,
+            tokens=tokens,
+            layer_ids=collector.layer_ids,
+            window_ids=window_ids,
+            window_phase=window_phase.astype(np.uint8),
+            model=model or (architectures.pop() if len(architectures) == 1 else None),
+            top_k=top_k,
+            sources=tuple(
+                Source(file.label, file.sha256, reader.name)
+                for reader, recording in recordings
+                for file in recording.files
+            ),
+            dropped=collector.dropped,
+        )
+    except LoadsError as error:
+        error.file = names
+        raise
     remarks = checks.refuse_constant_routing(loads, names)
     checks.refuse_one_rank(loads, names, allow=options.allow_zero_experts)
     warnings = [*collector.warnings, *remarks, *checks.warnings_of(loads, options, tokens_told=collector.tokens_told)]
