@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from eplb_cli.errors import EplbError
+from eplb_cli.errors import EplbError, ServeError
 from eplb_cli.placement import Placement
-from eplb_cli.serve.launch import plugin_names, vllm_command
+from eplb_cli.serve.installed import SAFE_PATH, ask, plugin_names, vllm_command
 from eplb_cli.versions import installed_versions
 from eplb_cli.vllm_plugin.settings import VARIABLES, Settings
 
@@ -27,7 +25,6 @@ OLDEST_VLLM = (0, 14)
 EPLB_PLATFORMS = ("cuda", "rocm", "xpu")
 """Platforms on which vLLM allows EPLB."""
 PLUGIN_GROUP = "vllm.general_plugins"
-PROBE_SECONDS = 300
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -82,25 +79,11 @@ def _vllm(version: str, environment: Mapping[str, str]) -> list[Finding]:
     if len(numbers) == 2 and numbers < OLDEST_VLLM:
         oldest = ".".join(map(str, OLDEST_VLLM))
         return [Finding("vLLM", "problem", f"{version} is too old", f"`eplb serve` needs vLLM {oldest} or later.")]
-    # Our own variables stay out of the probe, and so does what they would make the plugin do.
-    clean = {name: value for name, value in environment.items() if name not in VARIABLES.values()}
     try:
-        answer = subprocess.run(
-            [sys.executable, "-m", "eplb_cli.vllm_plugin.environment"],
-            capture_output=True,
-            text=True,
-            env=clean,
-            timeout=PROBE_SECONDS,
-            check=False,
-        )
-        seen = json.loads(answer.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return [Finding("vLLM", "problem", f"{version}, but importing it takes more than {PROBE_SECONDS} s")]
-    except (ValueError, IndexError):
-        lines = [line for line in answer.stderr.splitlines() if line.strip()]
-        reason = lines[-1].strip() if lines else f"exit code {answer.returncode}"
-        hint = "Run: python -c 'import vllm'"
-        return [Finding("vLLM", "problem", f"{version}, but it cannot be imported: {reason}", hint)]
+        seen = ask("eplb_cli.vllm_plugin.environment", {}, environment)
+    except ServeError as error:
+        hint = f"Run: {shlex.join([sys.executable, '-P', '-c', 'import vllm'])}"
+        return [Finding("vLLM", "problem", f"{version}, but {error}", hint)]
     return [Finding("vLLM", "ok", f"{seen['vllm']} imports"), _accelerator(seen)]
 
 
@@ -136,9 +119,8 @@ def _plugin_filter(environment: Mapping[str, str]) -> Finding:
     names = [name.strip() for name in given.split(",")]
     if "eplb" in names:
         return Finding("VLLM_PLUGINS", "ok", f"{given!r} names eplb")
-    hint = "`eplb serve` adds eplb to it. Before a plain `vllm serve`: export VLLM_PLUGINS=" + ",".join(
-        [*filter(None, names), "eplb"]
-    )
+    wanted = shlex.quote(",".join([*filter(None, names), "eplb"]))
+    hint = f"`eplb serve` adds eplb to it. Before a plain `vllm serve`: export VLLM_PLUGINS={wanted}"
     return Finding("VLLM_PLUGINS", "problem", f"{given!r} hides the plugin from a plain `vllm serve`", hint)
 
 
@@ -159,10 +141,9 @@ def _our_variables(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def _command() -> Finding:
-    warnings: list[str] = []
-    words = shlex.join([*vllm_command(dry_run=True, warnings=warnings), "serve", "MODEL"])
-    names = plugin_names()["VLLM_PLUGINS"]
-    found = f"VLLM_PLUGINS={names} EPLB_PLAN=PLAN {words} --enable-expert-parallel --enable-eplb ..."
+    variables = {**SAFE_PATH, **plugin_names(), "EPLB_PLAN": "PLAN"}
+    words = [*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(vllm_command())]
+    found = f"{' '.join(words)} serve MODEL --enable-expert-parallel --enable-eplb ..."
     script = Path(sys.executable).with_name("vllm")
     if not script.is_file():
         return Finding(

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,8 @@ def refuse_existing(path: Path, *, force: bool) -> None:
     if path.exists() and not path.is_file():
         raise OutputError("the output is a device or a pipe, and a file would take its place", file=path)
     if not path.absolute().parent.is_dir():
-        raise OutputError("the output's folder does not exist", file=path, hint=f"mkdir -p {path.absolute().parent}")
+        parent = shlex.quote(str(path.absolute().parent))
+        raise OutputError("the output's folder does not exist", file=path, hint=f"mkdir -p {parent}")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,9 @@ EPLB_ON = ("--enable-expert-parallel", "--enable-eplb")
 class Client(Server):
     """The requests of a Server, to one that somebody else started."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, starter: int) -> None:
+        vllm = int(Path(f"/proc/{starter}/task/{starter}/children").read_text().split()[0])
+        self.process = SimpleNamespace(pid=vllm)  # type: ignore[assignment]
         self.launch = _Address(EngineArguments((), {}, frozenset(), {"port": port, "host": None, "uds": None}))  # type: ignore[assignment]
 
 
@@ -62,7 +65,7 @@ def eplb_serve(folder: Path, *arguments: object) -> Iterator[tuple[subprocess.Po
             if process.poll() is not None:
                 pytest.fail(f"eplb serve ended with {process.returncode}:\n{log.read_text()[-4000:]}")
             time.sleep(0.2)
-        client = Client(port)
+        client = Client(port, process.pid)
         while not client.is_healthy():
             assert process.poll() is None, log.read_text()[-4000:]
             time.sleep(0.2)
@@ -163,10 +166,10 @@ def test_a_server_without_the_plugin_is_stopped(
     arguments = [*SMALL, *EPLB_ON, "-tp", "2", "--port", str(free_port()), *FAST_REBALANCES]
     launch = prepare(str(model.folder), tmp_path / "plan.json", arguments)
     excluded = replace(launch, environment={**launch.environment, "VLLM_PLUGINS": "eplb_cpu_shim"})
-    with Server(excluded, log=tmp_path / "log") as server:
-        with pytest.raises(ServeError, match="vLLM came up without the plan"):
-            server.wait_for_proof()
-        assert server.process.poll() is not None
+    refused = pytest.raises(ServeError, match="vLLM came up without the plan")
+    with refused, Server(excluded, log=tmp_path / "log") as server:
+        server.wait_for_proof()
+    assert server.process.poll() is not None
 
 
 def test_a_failure_inside_vllm_is_one_line(vllm_models: dict[str, Served], tmp_path: Path) -> None:

@@ -101,4 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> None:
     """Entry point of the `eplb` script."""
+    # For every Python that a command starts, and what that starts: the current folder, where a downloaded model may
+    # hold a random.py, is not on its path.
+    os.environ["PYTHONSAFEPATH"] = "1"
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -122,7 +123,7 @@ def convert(
         f"({_size(result.bytes_written)} written, {_size(result.bytes_cloned)} shared with the source)",
         f"layout {layout.value}; copies of experts add {_size(result.extra_bytes)}; "
         f"{result.verified_tensors} tensors checked by sample",
-        f"prove every byte: eplb verify {model} {output} --level full",
+        f"prove every byte: eplb verify {shlex.quote(model)} {shlex.quote(str(output))} --level full",
     )
     console.result(
         {**asdict(result), "layout": layout.value},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -371,7 +372,6 @@ def _table(
     loads: ExpertLoads, result: PlanResult, advice: Advice, folds: int, plan: Path | None
 ) -> list[RenderableType]:
     """What a person reads in ten seconds, at 80 columns."""
-    import shlex
 
     from rich import box
     from rich.table import Table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -54,5 +55,5 @@ def record(
         recording.report(),
         f"{output}: {recording.prompts} prompts; {recording.prefill_tokens} prefill and {recording.decode_tokens} "
         f"decode tokens in {recording.windows} windows",
-        f"next: eplb profile {output} --model {model} -o loads.safetensors",
+        f"next: eplb profile {shlex.quote(str(output))} --model {shlex.quote(model)} -o loads.safetensors",
     )

@@ -136,7 +136,7 @@ def _reference_answers(
         raise UsageError("--smoke with a converted model", rule="name the unconverted one with --reference MODEL")
     plain = without_plan(launch, reference or model)
     console.note(f"smoke: first without EPLB: {plain.shell()}")
-    with Server(plain, output="inherit" if console.is_human else "stderr") as server, server.signals_forwarded():
+    with Server(plain, output="inherit" if console.is_human else "stderr") as server:
         if not server.wait_until_healthy():
             raise ServeError(f"vLLM ended with exit code {server.wait()} before the comparison")
         return answer_all(server, prompts, max_tokens=SMOKE_TOKENS)
@@ -154,7 +154,7 @@ def _run(
     from eplb_cli.serve import Server
     from eplb_cli.serve.requests import answer_all, compare
 
-    with Server(launch, output="inherit" if console.is_human else "stderr") as server, server.signals_forwarded():
+    with Server(launch, output="inherit" if console.is_human else "stderr") as server:
         proof = server.wait_for_proof() if launch.proven_by_plugin else None
         if proof is not None:
             slots = f"{proof.slots}/{proof.slots} slots verified"

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from eplb_cli.errors import UsageError
+from eplb_cli.untrusted import parse_json, read_file, shown
 
 __all__ = ["EngineArguments", "read_arguments"]
+
+_MOST_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class EngineArguments:
     Args:
         rest: the arguments to pass on, without `--eplb-config`, whose fields are merged with the plan's.
         eplb_config: fields of `--eplb-config`, in either of its spellings.
-        given: names of the options that were given at all.
+        given: names of the options that were given at all, in the file of `--config` too.
     """
 
     rest: tuple[str, ...]
@@ -63,7 +66,6 @@ def _options() -> argparse.ArgumentParser:
         (("-dpb", "--data-parallel-backend"), None),
         (("--distributed-executor-backend",), None),
         (("--weight-transfer-config",), None),
-        (("--root-path",), None),
     ):
         parser.add_argument(*names, default=text)
     for names in (
@@ -78,36 +80,54 @@ def _options() -> argparse.ArgumentParser:
 
 
 def read_arguments(arguments: Sequence[str]) -> EngineArguments:
-    """Read `vllm serve` arguments: underscores as dashes, `--flag=value`, `--no-flag`, dotted fields, `--config FILE`.
+    """Read `vllm serve` arguments: underscores as dashes, `--flag=value`, `--no-flag`, dotted fields, `--config FILE`,
+    which the command line overrides.
 
     Raises:
         UsageError: `--eplb-config` or the file of `--config` cannot be read, or a number is none.
     """
-    tokens = [_dashes(token) for token in _with_config_file(arguments)]
-    rest: list[str] = []
-    config: dict[str, Any] = {}
-    tokens_left = iter(tokens)
-    for token in tokens_left:
-        name, equals, value = token.partition("=")
-        if name == "--eplb-config":
-            config.update(_json_object(value if equals else next(tokens_left, "")))
-        elif name.startswith("--eplb-config."):
-            config[name.removeprefix("--eplb-config.").replace("-", "_")] = _scalar(
-                value if equals else next(tokens_left, "")
-            )
-        else:
-            rest.append(token)
+    rest, eplb_config, config_file = _split(arguments)
+    tokens = rest
+    if config_file is not None:
+        # vLLM reads the file again: only it knows what `false` means for each of its flags.
+        rest += ["--config", config_file]
+        from_file, eplb_config_of_file, another = _split(_config_file(Path(config_file)))
+        if another is not None:
+            raise UsageError("names another `config`", file=config_file)
+        tokens, eplb_config = [*from_file, *tokens], {**eplb_config_of_file, **eplb_config}
     parser = _options()
     try:
-        known, _ = parser.parse_known_args(rest)
+        known, _ = parser.parse_known_args(tokens)
     except argparse.ArgumentError as error:
         raise UsageError(f"{error.argument_name}: {error.message}") from None
     given = {
         action.dest
         for action in parser._actions
-        if any(token.partition("=")[0] in action.option_strings for token in rest)
+        if any(token.partition("=")[0] in action.option_strings for token in tokens)
     }
-    return EngineArguments(tuple(rest), config, frozenset(given), vars(known))
+    return EngineArguments(tuple(rest), eplb_config, frozenset(given), vars(known))
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], str | None]:
+    """The arguments without `--eplb-config` and `--config`; the fields of the one and the file of the other."""
+    rest: list[str] = []
+    eplb_config: dict[str, Any] = {}
+    config_file = None
+    left = iter(arguments)
+    for token in map(_dashes, left):
+        name, equals, value = token.partition("=")
+        if name == "--config":
+            if config_file is not None:
+                raise UsageError("--config is given twice", rule="vLLM reads one file")
+            config_file = value if equals else next(left, "")
+        elif name == "--eplb-config":
+            eplb_config.update(_json_object(value if equals else next(left, "")))
+        elif name.startswith("--eplb-config."):
+            field = name.removeprefix("--eplb-config.").replace("-", "_")
+            eplb_config[field] = _scalar(value if equals else next(left, ""))
+        else:
+            rest.append(token)
+    return rest, eplb_config, config_file
 
 
 def _dashes(token: str) -> str:
@@ -116,50 +136,65 @@ def _dashes(token: str) -> str:
     return token if found is None else found.group().replace("_", "-") + token[found.end() :]
 
 
-def _with_config_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments with those of `--config FILE` before them, which the command line overrides."""
-    tokens = list(arguments)
-    for index, word in enumerate(tokens):
-        if word == "--config" or word.startswith("--config="):
-            name = word.partition("=")[2] if "=" in word else (tokens[index + 1 : index + 2] or [""])[0]
-            return [*_config_file(Path(name)), *tokens[:index], *tokens[index + (1 if "=" in word else 2) :]]
-    return tokens
-
-
 def _config_file(file: Path) -> list[str]:
-    import yaml
-
-    try:
-        document = yaml.safe_load(file.read_text())
-    except FileNotFoundError:
-        raise UsageError("no such file", file=file) from None
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"is not a vLLM configuration: {error}", file=file) from None
+    """The arguments that a file of `--config` stands for."""
     tokens: list[str] = []
-    for key, value in (document or {}).items():
-        name = f"--{key}".replace("_", "-")
+    for key, value in _read_yaml(file).items():
+        name = f"--{key}"
         if value is True:
             tokens.append(name)
+        elif value is False:
+            tokens.append(f"--no-{key}")
         elif isinstance(value, list):
-            tokens += [name, *(str(item) for item in value)]
+            tokens += [name, *map(str, value)]
         elif isinstance(value, dict):
-            tokens += [name, json.dumps(value)]
-        elif value is not False and value is not None:
+            tokens += [name, json.dumps(value, default=str)]
+        elif value is not None:
             tokens += [name, str(value)]
     return tokens
 
 
+def _read_yaml(file: Path) -> dict[str, Any]:
+    """A YAML mapping without repeated keys and without aliases, of which a few lines can expand to gigabytes."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("it holds an alias; write the value out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key in (key.value for key, _ in node.value if isinstance(key.value, str)):
+                if key in seen:
+                    raise yaml.YAMLError(f"it has the key {shown(key)} twice")
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+    content = read_file(file, UsageError, most_bytes=_MOST_CONFIG_BYTES)
+    try:
+        document = yaml.load(content, Loader) or {}  # noqa: S506 - a SafeLoader
+    except RecursionError:
+        raise UsageError("is nested too deep", file=file) from None
+    except (yaml.YAMLError, ValueError, UnicodeError) as error:
+        raise UsageError(f"is not a vLLM configuration: {' '.join(str(error).split())}", file=file) from None
+    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
+        raise UsageError("is not a vLLM configuration", file=file, rule="it must map names of options to values")
+    return document
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--eplb-config is not JSON: {error}") from None
+        document = parse_json(text, UsageError)
+    except UsageError as error:
+        raise UsageError(f"--eplb-config {error.problem}", rule=error.rule) from None
     if not isinstance(document, dict):
         raise UsageError("--eplb-config is not a JSON object")
     return document
 
 
 def _scalar(text: str) -> Any:
-    with contextlib.suppress(json.JSONDecodeError):
-        return json.loads(text)
+    with contextlib.suppress(UsageError):
+        return parse_json(text, UsageError)
     return {"True": True, "False": False, "None": None}.get(text, text)

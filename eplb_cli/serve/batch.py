@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eplb_cli.errors import OutputError, ServeError
+from eplb_cli.files import rename_exclusive
 from eplb_cli.serve.launch import prepare
 from eplb_cli.serve.requests import answer_all, read_prompts
 from eplb_cli.serve.server import Server
+from eplb_cli.untrusted import parse_json
 
 __all__ = ["Recording", "record_batch"]
 
@@ -52,8 +56,8 @@ def record_batch(
 ) -> Recording:
     """Serve `model` with the recorder, send all prompts, and leave the recording in the folder `output`.
 
-    The folder appears when all is done; until then it is called `<output>.partial`. vLLM's log stays as
-    `<output>.vllm.log` only when something fails.
+    The folder appears when all is done; until then it has a name of its own, `<output>.*.partial`. vLLM's log stays
+    beside it, as `<output>.*.vllm.log`, only when something fails, and so does what was recorded until then.
 
     Raises:
         UsageError: the prompts or arguments are unusable.
@@ -61,29 +65,44 @@ def record_batch(
         ServeError: vLLM does not come up with the recorder, or does not answer.
     """
     requests = read_prompts(prompts)
-    if output.exists() and not force:
+    if os.path.lexists(output) and not force:
         raise OutputError("the output exists already", file=output, hint="Pass --force to replace it.")
     if not output.absolute().parent.is_dir():
         raise OutputError("the output's folder does not exist", file=output)
-    partial = output.with_name(output.name + ".partial")
+    partial = output.with_name(f"{output.name}.{uuid.uuid4().hex[:8]}.partial")
+    log = partial.with_suffix(".vllm.log")
     launch = prepare(model, None, arguments, record=partial, record_steps=record_steps)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     started = time.monotonic()
     note(launch.shell())
-    log = output.with_name(output.name + ".vllm.log")
-    log.unlink(missing_ok=True)
-    with Server(launch, log=log) as server, server.signals_forwarded():
-        if not server.wait_until_healthy():
-            raise ServeError(f"vLLM ended with exit code {server.wait()}", file=log, hint="The log says why.")
-        answer_all(server, requests, max_tokens=max_tokens, concurrency=concurrency)
-        _wait_for_rest(partial)
-    recording = _sum_up(partial, len(requests), time.monotonic() - started)
-    if output.exists():
-        shutil.rmtree(output)
-    partial.replace(output)
+    partial.mkdir()
+    try:
+        with Server(launch, log=log) as server:
+            if not server.wait_until_healthy():
+                raise ServeError(f"vLLM ended with exit code {server.wait()}", file=log, hint="The log says why.")
+            answer_all(server, requests, max_tokens=max_tokens, concurrency=concurrency)
+            _wait_for_rest(partial)
+        recording = _sum_up(partial, len(requests), time.monotonic() - started)
+        _put_in_place(partial, output, force=force)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.rmdir()  # unless something was recorded
+        raise
     log.unlink()
     return recording
+
+
+def _put_in_place(partial: Path, output: Path, *, force: bool) -> None:
+    if force and os.path.lexists(output):
+        if output.is_dir() and not output.is_symlink():
+            shutil.rmtree(output)
+        else:
+            output.unlink()
+    try:
+        rename_exclusive(partial, output)
+    except FileExistsError as error:
+        raise OutputError(
+            "appeared while eplb was running; it was left alone", file=output, hint=f"The recording is in {partial}."
+        ) from error
 
 
 def _wait_for_rest(folder: Path) -> None:
@@ -100,7 +119,7 @@ def _sum_up(folder: Path, prompts: int, seconds: float) -> Recording:
     tokens = {"prefill": 0, "decode": 0, "all": 0}
     windows = set()
     for file in files:
-        _, *lines = (json.loads(line) for line in file.read_text().splitlines())
+        _, *lines = (parse_json(line, ServeError, file=file) for line in file.read_text().splitlines())
         for line in lines:
             if "end" in line:
                 raise ServeError("the recording reached its size limit", file=file, hint="Record fewer prompts a run.")

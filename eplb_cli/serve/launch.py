@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
-import shutil
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,27 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eplb_cli.checkpoint import read_expert_bytes, read_model_shape
-from eplb_cli.checkpoint.config import PLACEMENT_KEY
-from eplb_cli.errors import EplbError, PlacementError, ServeError, UsageError
+from eplb_cli.checkpoint import Model
+from eplb_cli.errors import CheckpointError, PlacementError, ServeError, UsageError
 from eplb_cli.placement import PLAN_FILE, Placement
 from eplb_cli.serve.arguments import EngineArguments, read_arguments
-from eplb_cli.vllm_plugin.settings import VARIABLES, Layout, Policy, Settings
+from eplb_cli.serve.checks import (
+    check_loading,
+    check_model,
+    check_partners,
+    check_topology,
+    static_config,
+    tensor_parallel_size,
+    wants_eplb,
+)
+from eplb_cli.serve.installed import SAFE_PATH, ask, is_installed, plugin_names, vllm_command
+from eplb_cli.vllm_plugin.settings import Layout, Policy, Settings
 
-__all__ = ["Launch", "plugin_names", "prepare", "vllm_command", "without_plan"]
-
-NEVER_STEPS = 1_000_000_000
-"""The largest rebalance interval that any vLLM takes; the plugin sets a longer one."""
-
-_WEIGHT_ORDER_KNOWN = {
-    "auto", "hf", "safetensors", "pt", "npcache", "mistral", "dummy", "fastsafetensors", "instanttensor",
-    "runai_streamer",
-}  # fmt: skip
-"""Load formats that fill the slots from a checkpoint's own names; others restore another run's memory."""
-
-_READS_SLOTS = {"auto", "hf", "safetensors", "instanttensor"}
-_NO_EPLB_METHODS = {"awq", "awq_marlin", "bitsandbytes", "gguf", "gptq", "gptq_marlin", "moe_wna16"}
-"""Quantisation methods whose vLLM kernels do not take EPLB."""
+__all__ = ["Launch", "prepare", "without_plan"]
 
 
 @dataclass(frozen=True)
@@ -119,68 +113,37 @@ def prepare(
         ServeError: vLLM is not installed, or its own parser refuses the arguments.
     """
     given = read_arguments(arguments)
-    notes: list[str] = []
-    warnings: list[str] = []
-    folder = Path(model)
-    layout, own = _layout(folder)
-    if own is not None and plan is not None and Placement.load(plan).map_sha256 != own.map_sha256:
-        raise PlacementError(
-            "is not the plan that the checkpoint was converted with",
-            file=plan,
-            hint=f"Leave --plan out: {folder} holds its own.",
-        )
-    placement = own or (None if plan is None else Placement.load(plan))
-    if own is not None:
-        plan = folder / PLAN_FILE
-    elif plan is not None and plan.is_dir():
-        plan = plan / PLAN_FILE
+    check_partners(given)
+    opened, layout, placement, plan = _what_to_serve(model, plan)
     if placement is None and record is None:
         raise UsageError("there is neither a plan nor anything to record", rule="give --plan PLAN or --record DIR")
+    if placement is None and policy is not None:
+        raise UsageError("a run-time policy without a plan", rule="--static and --runtime-policy need --plan")
     flags: list[str] = []
     eplb_config = dict(given.eplb_config)
     use_eplb = bool(given.enable_eplb)
-    _check_partners(given)
-    if placement is None and policy is not None:
-        raise UsageError("a run-time policy without a plan", rule="--static and --runtime-policy need --plan")
-    if placement is not None:
+    notes: list[str] = []
+    if opened is not None and placement is not None and plan is not None:
         placement.require_distinct_copies(plan)
-        _check_model(model, plan, placement, layout)
-        flags += _parallel_flags(given, placement, notes)
-        use_eplb = _wants_eplb(given, placement, layout, policy)
+        check_model(opened, plan, placement, layout)
+        check_topology(given, placement)
+        flags += [] if given.enable_expert_parallel else ["--enable-expert-parallel"]
+        size = tensor_parallel_size(given, placement)
+        if size is not None:
+            flags += ["--tensor-parallel-size", str(size)]
+            notes.append(f"Neither -tp nor -dp was given: --tensor-parallel-size {size} is the plan's EP size.")
+        use_eplb = wants_eplb(given, placement, layout, policy)
         if use_eplb:
+            check_loading(given, layout)
             flags += [] if given.enable_eplb else ["--enable-eplb"]
-            eplb_config["num_redundant_experts"] = placement.num_redundant_experts
-            _check_loading(given, layout)
-            if policy == "static":
-                _make_static(eplb_config)
-        notes += _memory_notes(model, placement, layout)
-        warnings += _quantisation_warnings(folder)
-    settings = None
-    if use_eplb and placement is not None and plan is not None:
-        settings = Settings(
-            plan=plan.resolve(),
-            layout=layout,
-            policy=policy or "vllm",
-            max_moves=max_moves,
-            min_gain=min_gain,
-        )
-    if record is not None:
-        settings = replace(
-            settings or Settings(),
-            record_dir=record.resolve(),
-            record_run=f"run-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}",
-            record_steps=record_steps,
-        )
+            eplb_config |= {"num_redundant_experts": placement.num_redundant_experts}
+            eplb_config |= static_config(eplb_config) if policy == "static" else {}
+        notes += [*_memory_notes(opened, placement, layout), _mode_note(policy, use_eplb)]
+    settings = _settings(plan if use_eplb else None, layout, policy, max_moves, min_gain, record, record_steps)
     tail = ["--eplb-config", json.dumps(eplb_config, sort_keys=True)] if eplb_config else []
-    command = (*vllm_command(dry_run, warnings), "serve", model, *given.rest, *flags, *tail)
-    notes += _mode_notes(placement, layout, policy, use_eplb)
-    environment = {} if settings is None else {**settings.environment(), **plugin_names()}
-    if settings is not None and "ray" in (given.distributed_executor_backend, given.data_parallel_backend):
-        environment |= _ray_environment()
-    nodes = _node_notes(given, settings)
     launch = Launch(
-        command=command,
-        environment=environment,
+        command=(*vllm_command(), "serve", model, *given.rest, *flags, *tail),
+        environment=_environment(given, settings),
         settings=settings,
         layout=layout,
         plan_sha256=None if placement is None else placement.map_sha256,
@@ -188,234 +151,124 @@ def prepare(
         stages=given.pipeline_parallel_size,
         num_redundant_experts=0 if placement is None else placement.num_redundant_experts,
         arguments=given,
-        notes=(*notes, *nodes),
-        warnings=tuple(warnings),
+        notes=(*notes, *_node_notes(given, settings)),
     )
-    _ask_vllm(launch, dry_run)
-    return launch
+    if is_installed():
+        _ask_vllm(launch, opened)
+        return launch
+    if not dry_run:
+        raise ServeError(
+            "vLLM is not installed in this Python environment", hint="pip install 'eplb[vllm]', beside vLLM"
+        )
+    return replace(launch, warnings=("vLLM is not installed here: the command was not checked against it.",))
 
 
 def without_plan(launch: Launch, model: str) -> Launch:
     """The same server of the unconverted `model` without EPLB and without the plugin, to compare with."""
     start = launch.command.index("serve") + 2
-    dropped = {"--enable-eplb"}
-    tokens = [token for token in launch.command[start:] if token not in dropped]
+    tokens = [word for word in launch.command[start:] if word != "--enable-eplb"]
     if "--eplb-config" in tokens:
         index = tokens.index("--eplb-config")
         del tokens[index : index + 2]
+    if "--config" in tokens:
+        # The file may ask for EPLB and for copies.
+        tokens += ["--no-enable-eplb", "--eplb-config", '{"num_redundant_experts": 0}']
     return replace(
         launch,
         command=(*launch.command[: start - 1], model, *tokens),
-        environment={},
+        environment=SAFE_PATH,
         settings=None,
         layout="source",
         plan_sha256=None,
     )
 
 
-def _layout(folder: Path) -> tuple[Layout, Placement | None]:
-    """How a converted folder stores its experts, and its plan; ("source", None) for any other model."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return "source", None
+def _what_to_serve(model: str, plan: Path | None) -> tuple[Model | None, Layout, Placement | None, Path | None]:
+    """The model (None where nothing need be known of it), how it numbers its experts, the plan and the plan's file."""
     try:
-        record = json.loads(file.read_bytes()).get(PLACEMENT_KEY)
-    except (ValueError, AttributeError):
-        raise ServeError("is not a model's config.json", file=file) from None
-    if record is None:
-        return "source", None
-    layout = record.get("layout")
-    if layout not in ("stock", "physical"):
-        raise ServeError(f"`eplb_placement` names the layout {layout!r}", file=file, rule="known: stock, physical")
-    placement = Placement.load(folder)
-    if record.get("plan_sha256") != placement.map_sha256:
-        raise ServeError(f"{PLAN_FILE} is not the plan that config.json names", file=file, hint="Convert again.")
-    return layout, placement
-
-
-def _check_partners(given: EngineArguments) -> None:
-    """Refuse a flag whose partner the user left out or switched off."""
-    redundant = given.eplb_config.get("num_redundant_experts", 0)
-    if redundant and not given.enable_eplb:
-        raise UsageError(
-            f"num_redundant_experts is {redundant} without --enable-eplb", rule="add --enable-eplb",
-            hint="Or leave both out: with --plan, eplb sets them from the plan.",
-        )  # fmt: skip
-    if given.enable_eplb and not given.enable_expert_parallel:
-        raise UsageError(
-            "--enable-eplb without --enable-expert-parallel", rule="add --enable-expert-parallel",
-            hint="Or leave both out: with --plan, eplb sets them from the plan.",
-        )  # fmt: skip
-
-
-def _check_model(model: str, plan: Path | None, placement: Placement, layout: Layout) -> None:
-    """The plan's experts and layers must be the model's."""
-    shape = read_model_shape(model)
-    if shape.num_experts != placement.num_experts:
+        opened = Model.open(model)
+    except CheckpointError:
+        if plan is not None or (Path(model) / PLAN_FILE).exists():
+            raise
+        # To record the loads of a model, eplb need not know its family.
+        return None, "source", None, None
+    if opened.placement is None:
+        if plan is None:
+            return opened, "source", None, None
+        file = plan / PLAN_FILE if plan.is_dir() else plan
+        return opened, "source", Placement.load(file), file
+    folder = opened.config.file.parent
+    own = Placement.load(folder)
+    if opened.placement.get("plan_sha256") != own.map_sha256:
+        raise ServeError(
+            f"{PLAN_FILE} is not the plan that config.json names", file=opened.config.file, hint="Convert again."
+        )
+    if plan is not None and Placement.load(plan).map_sha256 != own.map_sha256:
         raise PlacementError(
-            f"the plan has {placement.num_experts} experts, {shape.architecture} has {shape.num_experts}",
+            "is not the plan that the checkpoint was converted with",
             file=plan,
-            rule="a plan is for one model",
+            hint=f"Leave --plan out: {folder} holds its own.",
         )
-    planned, actual = set(placement.layer_ids.tolist()), set(shape.moe_layer_ids or ())
-    if layout == "source" and actual and planned != actual:
-        missing, foreign = sorted(actual - planned), sorted(planned - actual)
-        what = f"lacks the MoE layers {missing}" if missing else f"has the layers {foreign}, which are not MoE layers"
-        raise PlacementError(
-            f"the plan {what}",
-            file=plan,
-            layer=(missing or foreign)[0],
-            hint=f"eplb plan LOADS --model {model} -o PLAN",
+    return opened, opened.placement["layout"], own, folder / PLAN_FILE
+
+
+def _settings(
+    plan: Path | None,
+    layout: Layout,
+    policy: Policy | None,
+    max_moves: int | None,
+    min_gain: float,
+    record: Path | None,
+    record_steps: int,
+) -> Settings | None:
+    """What the plugin is asked to do; None when vLLM needs none of it."""
+    settings = None
+    if plan is not None:
+        settings = Settings(plan.resolve(), layout, policy or "vllm", max_moves, min_gain)
+    if record is not None:
+        settings = replace(
+            settings or Settings(),
+            record_dir=record.resolve(),
+            record_run=f"run-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}",
+            record_steps=record_steps,
         )
+    return settings
 
 
-def _parallel_flags(given: EngineArguments, placement: Placement, notes: list[str]) -> list[str]:
-    """Expert parallelism over exactly the plan's ranks."""
-    if given.enable_elastic_ep:
-        raise UsageError("--enable-elastic-ep", rule="a plan is for a fixed number of ranks")
-    if given.enable_expert_parallel is False:
-        raise UsageError(
-            "--no-enable-expert-parallel", rule=f"the plan is for expert parallelism over {placement.ep_size} ranks"
-        )
-    if given.expert_placement_strategy != "linear":
-        raise UsageError(
-            f"--expert-placement-strategy {given.expert_placement_strategy}", rule="the plan says where experts are"
-        )
-    redundant = given.eplb_config.get("num_redundant_experts")
-    if redundant is not None and redundant != placement.num_redundant_experts:
-        raise UsageError(
-            f"the plan has {placement.num_redundant_experts} redundant experts, --eplb-config says {redundant}",
-            rule="leave num_redundant_experts out, or make it the plan's",
-        )
-    flags = [] if given.enable_expert_parallel else ["--enable-expert-parallel"]
-    sizes = {"tensor_parallel_size": "TP", "data_parallel_size": "DP", "prefill_context_parallel_size": "PCP"}
-    if not given.given & sizes.keys():
-        if placement.num_nodes > 1:
-            raise UsageError(
-                f"the plan is for {placement.ep_size} ranks on {placement.num_nodes} nodes",
-                rule="say how with --tensor-parallel-size and --data-parallel-size",
-            )
-        notes.append(
-            f"Neither -tp nor -dp was given: --tensor-parallel-size {placement.ep_size} is the plan's EP size."
-        )
-        return [*flags, "--tensor-parallel-size", str(placement.ep_size)]
-    product = 1
-    for name in sizes:
-        product *= getattr(given, name)
-    if product != placement.ep_size:
-        shown = " x ".join(f"{short} {getattr(given, name)}" for name, short in sizes.items() if name in given.given)
-        raise UsageError(
-            f"the plan is for {placement.ep_size} EP ranks, {shown} is {product}",
-            rule=f"TP x DP must be {placement.ep_size}",
-            hint=f"Or plan anew: eplb plan LOADS --ep-size {product} -o PLAN",
-        )
-    return flags
+def _environment(given: EngineArguments, settings: Settings | None) -> dict[str, str]:
+    if settings is None:
+        return dict(SAFE_PATH)
+    return {**SAFE_PATH, **settings.environment(), **plugin_names(), **(_ray_environment() if _on_ray(given) else {})}
 
 
-def _wants_eplb(given: EngineArguments, placement: Placement, layout: Layout, policy: Policy | None) -> bool:
-    """A relabelled checkpoint without copies is served as planned by expert parallelism alone; all else needs EPLB."""
-    needed = layout != "stock" or placement.num_redundant_experts > 0 or policy == "eplb"
-    if needed and given.enable_eplb is False:
-        redundant = placement.num_redundant_experts
-        why = f"the plan has {redundant} redundant experts" if redundant else "vLLM starts from a plan through EPLB"
-        raise UsageError("--no-enable-eplb", rule=f"{why}; add --enable-eplb")
-    return needed or bool(given.enable_eplb)
-
-
-def _check_loading(given: EngineArguments, layout: Layout) -> None:
-    """Only loaders whose slots are known; nothing that loads weights again later."""
-    legal = _READS_SLOTS if layout == "physical" else _WEIGHT_ORDER_KNOWN
-    if given.load_format not in legal:
-        raise UsageError(
-            f"--load-format {given.load_format} may fill expert slots by another rule than the plan assumes",
-            rule=f"use one of {', '.join(sorted(legal))}",
-        )
-    if given.weight_transfer_config is not None:
-        raise UsageError("--weight-transfer-config", rule="weights cannot be replaced under a plan")
-
-
-def _make_static(eplb_config: dict[str, Any]) -> None:
-    for name in ("step_interval", "use_async", "window_size"):
-        if name in eplb_config:
-            raise UsageError(f"--static and {name} in --eplb-config", rule="a static plan is never rebalanced")
-    # The smallest window and no thread: both would only cost memory and time.
-    eplb_config.update(step_interval=NEVER_STEPS, use_async=False, window_size=1)
-
-
-def _memory_notes(model: str, placement: Placement, layout: Layout) -> list[str]:
+def _memory_notes(model: Model, placement: Placement, layout: Layout) -> list[str]:
     redundant = placement.num_redundant_experts
     if not redundant or layout == "physical":
         return []
-    with contextlib.suppress(EplbError):  # sizes are a courtesy; vLLM reads the weights itself
-        extra = sum(read_expert_bytes(model).values()) * redundant / placement.ep_size
+    with contextlib.suppress(CheckpointError):  # sizes are a courtesy; vLLM reads the weights itself
+        extra = sum(model.expert_bytes.by_layer.values()) * redundant / placement.ep_size
         return [f"{redundant} redundant experts take {extra / 2**30:.3g} GiB of weights per rank."]
     return []
 
 
-def _quantisation_warnings(folder: Path) -> list[str]:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        method = json.loads((folder / "config.json").read_bytes()).get("quantization_config", {}).get("quant_method")
-        if method in _NO_EPLB_METHODS:
-            return [
-                f"vLLM does not support EPLB for {method} weights and will refuse them. A plan without redundant "
-                "experts, converted with --layout stock, needs no EPLB."
-            ]
-    return []
-
-
-def _mode_notes(
-    placement: Placement | None, layout: Layout, policy: Policy | None, use_eplb: bool
-) -> list[str]:  # fmt: skip
-    if placement is None:
-        return []
+def _mode_note(policy: Policy | None, use_eplb: bool) -> str:
     if not use_eplb:
-        return ["The placement is in the checkpoint's expert numbers: it runs without EPLB, and nothing rebalances it."]
+        return "The placement is in the checkpoint's expert numbers: it runs without EPLB, and nothing rebalances it."
     if policy == "static":
-        return [
+        return (
             "Static: no rebalancing, no load recording and no rebalancing thread. What stays is EPLB's own cost: one "
             "small kernel per MoE layer that maps experts to slots, and no monolithic MoE kernels."
-        ]
+        )
     if policy == "eplb":
-        return ["eplb's planner rebalances at run time from the live placement, a bounded number of slots at a time."]
-    return [
+        return "eplb's planner rebalances at run time from the live placement, a bounded number of slots at a time."
+    return (
         "vLLM's own policy rebalances a full interval after the start and does not keep the plan. Pass --static to "
         "keep it, or --runtime-policy eplb to adapt it in small steps."
-    ]
+    )
 
 
-def vllm_command(dry_run: bool, warnings: list[str]) -> tuple[str, ...]:
-    """The `vllm` of this Python environment, where the plugin is installed too."""
-    from importlib.util import find_spec
-
-    if find_spec("vllm") is None:
-        if not dry_run:
-            raise ServeError(
-                "vLLM is not installed in this Python environment", hint="pip install 'eplb[vllm]', beside vLLM"
-            )
-        warnings.append("vLLM is not installed here: the command was not checked against its flags.")
-        return ("vllm",)
-    script = Path(sys.executable).with_name("vllm")
-    if script.is_file():
-        same = shutil.which("vllm") == str(script)
-        return ("vllm",) if same else (str(script),)
-    return (sys.executable, "-m", "vllm.entrypoints.cli.main")
-
-
-def plugin_names() -> dict[str, str]:
-    """VLLM_PLUGINS with our plugin in it.
-
-    vLLM loads endpoint plugins only when the variable names them. Where it is not set, all plugins that vLLM would load
-    anyway are named as well, so that setting it switches none of them off.
-    """
-    from importlib.metadata import entry_points
-
-    given = os.environ.get("VLLM_PLUGINS")
-    if given is not None:
-        names = [name for name in given.split(",") if name]
-    else:
-        groups = ("general", "platform", "io_processor", "stat_logger")
-        names = sorted({point.name for group in groups for point in entry_points(group=f"vllm.{group}_plugins")})
-    return {"VLLM_PLUGINS": ",".join(dict.fromkeys([*names, "eplb"]))}
+def _on_ray(given: EngineArguments) -> bool:
+    return "ray" in (given.distributed_executor_backend, given.data_parallel_backend)
 
 
 def _ray_environment() -> dict[str, str]:
@@ -431,12 +284,12 @@ def _node_notes(given: EngineArguments, settings: Settings | None) -> list[str]:
         or given.headless
         or given.data_parallel_rank is not None
         or (given.data_parallel_size_local is not None and given.data_parallel_size_local < given.data_parallel_size)
-        or "ray" in (given.distributed_executor_backend, given.data_parallel_backend)
+        or _on_ray(given)
     )
     if not several or settings is None:
         return []
     where = settings.plan or settings.record_dir
-    if "ray" in (given.distributed_executor_backend, given.data_parallel_backend):
+    if _on_ray(given):
         return [
             f"Several nodes: each needs eplb installed beside vLLM, and {where} at the same path. Ray hands the EPLB_ "
             "variables to its workers."
@@ -447,38 +300,39 @@ def _node_notes(given: EngineArguments, settings: Settings | None) -> list[str]:
     ]
 
 
-def _ask_vllm(launch: Launch, dry_run: bool) -> None:
-    """Let the installed vLLM's parser read the final command, and compare what it understood with what was meant."""
-    from importlib.util import find_spec
+def _ask_vllm(launch: Launch, model: Model | None) -> None:
+    """Let the installed vLLM read the final command and look the model up, and compare its answer with what was meant.
 
-    if find_spec("vllm") is None:
-        return
-    start = launch.command.index("serve") + 1
-    question = [sys.executable, "-m", "eplb_cli.vllm_plugin.arguments", *launch.command[start:]]
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
-    answer = subprocess.run(question, capture_output=True, text=True, env=environment, check=False)
-    try:
-        reply = json.loads(answer.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        lines = [line for line in answer.stderr.splitlines() if line.strip()]
-        raise ServeError(f"vLLM cannot be imported: {lines[-1] if lines else 'no reason given'}") from None
-    if "error" in reply:
-        raise ServeError(f"vLLM {reply['version']} refuses the arguments: {reply['error']}")
-    values = reply["values"]
+    Raises:
+        ServeError: its parser refuses the arguments or means something else by them, or it cannot run the model, or
+            the model's quantisation, under EPLB.
+    """
+    question = {
+        "arguments": launch.command[launch.command.index("serve") + 1 :],
+        "architecture": None if model is None else model.shape.architecture,
+        "quantisation": None if model is None else model.quantisation_method,
+    }
+    answer = ask("eplb_cli.vllm_plugin.arguments", question)
+    vllm = f"vLLM {answer['version']}"
+    if "error" in answer:
+        raise ServeError(f"{vllm} refuses the arguments: {answer['error']}")
+    values = answer["values"]
     meant = {"enable_expert_parallel": True} if launch.plan_sha256 else {}
     if launch.proven_by_plugin:
         meant["enable_eplb"] = True
     for name, value in meant.items():
         if name not in values:
-            raise ServeError(
-                f"vLLM {reply['version']} has no --{name.replace('_', '-')}", hint="Use vLLM 0.14 or later."
-            )
+            raise ServeError(f"{vllm} has no --{name.replace('_', '-')}", hint="Use vLLM 0.14 or later.")
         if values[name] != value:
-            raise ServeError(f"vLLM {reply['version']} reads {name} as {values[name]}, {value} was meant")
-    ranks = 1
-    for name in ("tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size"):
-        ranks *= values.get(name) or 1
+            raise ServeError(f"{vllm} reads {name} as {values[name]}, {value} was meant")
+    sizes = ("tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+    ranks = math.prod(values.get(name) or 1 for name in sizes)
     if launch.plan_sha256 and ranks != launch.ep_size:
-        raise ServeError(
-            f"vLLM {reply['version']} makes {ranks} EP ranks of the arguments, the plan is for {launch.ep_size}"
-        )
+        raise ServeError(f"{vllm} makes {ranks} EP ranks of the arguments, the plan is for {launch.ep_size}")
+    for what, runs in answer["eplb"].items():
+        if not runs:
+            raise ServeError(
+                f"{vllm} cannot run {question[what]} under EPLB on this machine's platform",
+                rule=f"it has no support for this {what}",
+                hint="A plan without redundant experts, converted with --layout stock, needs no EPLB.",
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,9 +10,11 @@ from typing import Any
 
 from eplb_cli.errors import ServeError, UsageError
 from eplb_cli.serve.server import Server
+from eplb_cli.untrusted import parse_json, read_file
 
 __all__ = ["Answer", "Comparison", "answer_all", "compare", "read_prompts"]
 
+MOST_PROMPT_BYTES = 1 << 30
 NEAR_TIE = 0.25
 """Two candidates whose log probabilities differ by no more than this may change places by rounding in bf16."""
 
@@ -46,23 +47,23 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: there is no such file, it is empty, or a line is neither.
     """
+    content = read_file(file, UsageError, most_bytes=MOST_PROMPT_BYTES)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise UsageError("no such file", file=file) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot be read: {error}", file=file) from error
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot be read: {error}", file=file) from None
     requests: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    # JSON text may hold other characters that end a line elsewhere.
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         if not line.strip():
             continue
         if not line.startswith("{"):
             requests.append({"prompt": line})
             continue
         try:
-            document = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"is not JSON: {error}", file=file, row=number) from None
+            document = parse_json(line, UsageError)
+        except UsageError as error:
+            raise UsageError(error.problem, file=file, row=number, rule=error.rule) from None
         if isinstance(document.get("messages"), list):
             requests.append({"messages": document["messages"]})
         elif isinstance(document.get("prompt"), str):
@@ -90,7 +91,7 @@ def answer_all(
     try:
         model = server.request("GET", "/v1/models")["data"][0]["id"]
     except (OSError, LookupError, TypeError) as error:
-        raise ServeError(f"the server names no model: {error}") from error
+        raise ServeError(f"the server names no model: {error!r}") from error
 
     def answer(request: Mapping[str, Any]) -> Answer:
         chat = "messages" in request
@@ -105,21 +106,31 @@ def answer_all(
         }
         path = "/v1/chat/completions" if chat else "/v1/completions"
         try:
-            found = server.request("POST", path, body)["choices"][0]["logprobs"]
-        except (OSError, LookupError, TypeError) as error:
-            raise ServeError(f"the server does not answer a prompt: {error}") from error
+            return _answer(server.request("POST", path, body)["choices"][0]["logprobs"], chat)
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            raise ServeError(f"the server does not answer a prompt: {error!r}") from error
         finally:
             advance()
-        if chat:
-            steps = found["content"]
-            return Answer(
-                tuple(step["token"] for step in steps),
-                tuple({top["token"]: top["logprob"] for top in step["top_logprobs"]} for step in steps),
-            )
-        return Answer(tuple(found["tokens"]), tuple(found["top_logprobs"]))
 
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(answer, requests))
+
+
+def _answer(found: Mapping[str, Any], chat: bool) -> Answer:
+    """The answer from the `logprobs` of a completion, or of a chat, which has another form.
+
+    Raises:
+        LookupError, TypeError, ValueError: a part is missing or of another kind.
+    """
+    if chat:
+        tokens = [step["token"] for step in found["content"]]
+        tops = [{top["token"]: top["logprob"] for top in step["top_logprobs"]} for step in found["content"]]
+    else:
+        tokens, tops = found["tokens"], [dict(top) for top in found["top_logprobs"]]
+    return Answer(
+        tuple(map(str, tokens)),
+        tuple({token: float(top[token]) for token in top} for _, top in zip(tokens, tops, strict=True)),
+    )
 
 
 def compare(reference: Sequence[Answer], served: Sequence[Answer]) -> Comparison:

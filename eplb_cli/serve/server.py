@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import http.client
 import json
 import os
 import shutil
@@ -12,20 +14,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from eplb_cli.errors import ServeError
-from eplb_cli.serve.arguments import EngineArguments
+from eplb_cli.serve.address import Connection, require_free
 from eplb_cli.serve.launch import Launch
+from eplb_cli.serve.session import end_all
+from eplb_cli.untrusted import parse_json
 from eplb_cli.vllm_plugin.settings import VARIABLES
 from eplb_cli.vllm_plugin.status import read_records
 
 __all__ = ["InForce", "Server"]
 
 POLL_SECONDS = 0.25
+HEALTH_SECONDS = 2.0
+MOST_ANSWER_BYTES = 64 << 20
+"""Largest answer that is read; log probabilities of thousands of tokens need a few MB."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -38,28 +46,26 @@ class InForce:
 
 @dataclass
 class Server:
-    """A running `vllm serve`, ended when the block is left.
+    """A running `vllm serve`, ended when the block is left; until then it gets the signals that eplb gets.
 
     Args:
         launch: what to start.
         output: where vLLM's standard output goes: "inherit", or "stderr" when ours must stay clean.
         log: a file for all of vLLM's output, in place of `output`.
+        patience: seconds that vLLM has to end by itself when it is stopped.
     """
 
     launch: Launch
     output: Literal["inherit", "stderr"] = "inherit"
     log: Path | None = None
+    patience: float = 30.0
     process: subprocess.Popen[bytes] = field(init=False)
     status_dir: Path = field(init=False)
+    _handlers: dict[signal.Signals, Any] = field(init=False)
 
     def __enter__(self) -> Server:
-        arguments = self.launch.arguments
-        if not arguments.headless and self.is_healthy():
-            raise ServeError(
-                f"another server answers at {arguments.uds or f'port {arguments.port}'} already",
-                rule="its answers would be taken for this one's",
-                hint="Stop it, or choose another --port.",
-            )
+        if not self.launch.arguments.headless:
+            require_free(self.launch.arguments)
         self.status_dir = Path(tempfile.mkdtemp(prefix="eplb-status-"))
         # Variables of another run must not reach this one.
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
@@ -79,39 +85,29 @@ class Server:
                 stderr=stderr,
                 # A group of its own: a terminal's Ctrl-C reaches eplb, which passes it on once.
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=functools.partial(_end_with_parent, os.getpid()),
             )
+        self._handlers = {number: signal.signal(number, self._forward) for number in FORWARDED}
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Signals are passed on to the last: one that ended eplb here would leave vLLM's workers behind.
         self.stop()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         shutil.rmtree(self.status_dir, ignore_errors=True)
 
-    def stop(self, patience: float = 30.0) -> None:
+    def stop(self) -> None:
         """End vLLM and everything it started: politely first."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(self.patience)
+        end_all(self.process.pid)
         self.process.wait()
 
-    @contextlib.contextmanager
-    def signals_forwarded(self) -> Iterator[None]:
-        """Pass signals to vLLM, which ends in its own way; the exit code is then its."""
-        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-        before = {}
-        for name in names:
-            number = getattr(signal, name)
-            before[number] = signal.signal(number, lambda received, _: self._forward(received))
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _forward(self, number: int) -> None:
+    def _forward(self, number: int, _: object) -> None:
+        """Pass a signal to vLLM, which ends in its own way; the exit code is then its."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
@@ -134,7 +130,6 @@ class Server:
             if proof is not None:
                 return proof
             if answers:
-                self.stop()
                 raise ServeError(
                     "vLLM came up without the plan",
                     rule="every EP rank must report it",
@@ -162,36 +157,39 @@ class Server:
         return True
 
     def _records(self) -> list[dict[str, Any]]:
-        """What the ranks have reported; stops the server when one reports a failure."""
+        """What the ranks have reported.
+
+        Raises:
+            ServeError: a rank reports a failure.
+        """
         records = list(read_records(self.status_dir))
         failed = [record for record in records if "error" in record]
         if failed:
-            self.stop(patience=10.0)
-            raise ServeError(failed[0]["error"], hint="vLLM was stopped; its log above has the details.")
+            raise ServeError(str(failed[0]["error"]), hint="vLLM was stopped; its log above has the details.")
         return records
 
     def _proof(self, records: Sequence[Mapping[str, Any]]) -> InForce | None:
-        stages: dict[int, dict[int, Mapping[str, Any]]] = {}
-        for record in records:
-            for rank in record.get("ranks", ()):
-                stages.setdefault(rank["pp_rank"], {})[rank["ep_rank"]] = rank
-        ranks = [rank for stage in stages.values() for rank in stage.values()]
-        here = self.launch.arguments.nnodes == 1 and not self.launch.arguments.headless
-        if not ranks or (here and len(stages) < self.launch.stages):
+        """The proof, when the records of all EP ranks of all pipeline stages are there.
+
+        Raises:
+            ServeError: a rank runs another plan.
+        """
+        ranks = {(rank["pp_rank"], rank["ep_rank"]): rank for record in records for rank in record.get("ranks", ())}
+        stages = {stage for stage, _ in ranks}
+        if self.launch.arguments.nnodes == 1 and not self.launch.arguments.headless:
+            # All stages are on this machine.
+            stages = set(range(self.launch.stages))
+        if not ranks or ranks.keys() != {(stage, rank) for stage in stages for rank in range(self.launch.ep_size)}:
             return None
-        if any(len(stage) != self.launch.ep_size for stage in stages.values()):
-            return None
-        if any(rank["plan_sha256"] != self.launch.plan_sha256 for rank in ranks):
-            self.stop()
+        if any(rank["plan_sha256"] != self.launch.plan_sha256 for rank in ranks.values()):
             raise ServeError("a rank runs another plan", rule="all must run the one that was checked")
-        return InForce(len(ranks), sum(rank["slots_verified"] for rank in ranks))
+        return InForce(len(ranks), sum(rank["slots_verified"] for rank in ranks.values()))
 
     def _require_recording(self) -> None:
         settings = self.launch.settings
         if settings is None or settings.record_dir is None or self.launch.arguments.headless:
             return
         if not any(settings.record_dir.glob(f"{settings.record_run}-*.jsonl")):
-            self.stop()
             raise ServeError(
                 "vLLM came up without the recorder", file=settings.record_dir,
                 hint="Is eplb installed in the environment that vLLM runs in?",
@@ -202,61 +200,47 @@ class Server:
 
         Raises:
             OSError: no answer, or one that is not a success.
+            ServeError: the answer is not JSON, or not from the server that was started.
         """
+        content = self._exchange(method, path, None if body is None else json.dumps(body), timeout)
+        return parse_json(content, ServeError, file=path, finite=False) if content else None
+
+    def _exchange(self, method: str, path: str, body: str | None, timeout: float) -> bytes:
         arguments = self.launch.arguments
-        connection = _connection(arguments, timeout)
         headers = {"Content-Type": "application/json"}
         key = arguments.api_key or os.environ.get("VLLM_API_KEY")
         if key:
             headers["Authorization"] = f"Bearer {key}"
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            content = response.read()
-        except OSError:
-            raise
-        except Exception as error:  # http.client's own errors
-            raise OSError(str(error)) from error
-        finally:
-            connection.close()
+            with contextlib.closing(Connection(arguments, self.process.pid, timeout)) as connection:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+                content = response.read(MOST_ANSWER_BYTES + 1)
+        except http.client.HTTPException as error:
+            raise OSError(f"{method} {path}: {type(error).__name__}: {error}") from error
+        if len(content) > MOST_ANSWER_BYTES:
+            raise OSError(f"{method} {path}: an answer of more than {MOST_ANSWER_BYTES:,} bytes")
         if response.status >= 300:
             raise OSError(f"{method} {path}: {response.status} {content[:200].decode(errors='replace')}")
-        return json.loads(content) if content else None
+        return content
 
     def is_healthy(self) -> bool:
-        """True when the server answers requests."""
+        """True when the server answers requests.
+
+        Raises:
+            ServeError: another process answers in its place.
+        """
         try:
-            self.request("GET", "/health", timeout=2.0)
+            self._exchange("GET", "/health", None, timeout=HEALTH_SECONDS)
         except OSError:
             return False
         return True
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     """Ask the kernel to end vLLM when eplb is killed, so that it does not stay behind unwatched."""
     set_parent_death_signal = 1
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-
-
-def _connection(arguments: EngineArguments, timeout: float) -> Any:
-    """An HTTP connection to the address that vLLM was told to listen on."""
-    import http.client
-    import socket
-    import ssl
-
-    if arguments.uds:
-
-        class UnixConnection(http.client.HTTPConnection):
-            def connect(self) -> None:
-                self.sock = socket.socket(socket.AF_UNIX)
-                self.sock.settimeout(timeout)
-                self.sock.connect(arguments.uds)
-
-        return UnixConnection("localhost", timeout=timeout)
-    host = arguments.host if arguments.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
-    if arguments.ssl_certfile:
-        # Our own server on our own machine; its certificate is for its public name.
-        context = ssl._create_unverified_context()  # noqa: S323
-        return http.client.HTTPSConnection(host, arguments.port, timeout=timeout, context=context)
-    return http.client.HTTPConnection(host, arguments.port, timeout=timeout)
+    if os.getppid() != parent:  # killed before the kernel was asked
+        os._exit(1)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import hmac
+import math
 import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["EndpointPlugin", "add_metrics", "add_remote_call"]
+
+ANSWER_SECONDS = 1.0
+"""How long an answer of `GET /eplb/placement` is given again: asking interrupts every rank."""
 
 
 def add_remote_call(module: ModuleType) -> None:
@@ -49,30 +56,67 @@ class EndpointPlugin:
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._keys: list[str] = []
+        self._answers: dict[bool, tuple[float, dict[str, Any]]] = {}
+        self._asking = asyncio.Lock()
 
     def attach_router(self, app: Any) -> None:
         """Add the route, in servers that run a plan."""
         if "EPLB_PLAN" not in os.environ:
             return
+        from fastapi import HTTPException, Request
 
-        async def placement(full: bool = False) -> dict[str, Any]:
-            ranks = await self._engine.collective_rpc("eplb_placement", kwargs={"full": full}) if self._engine else []
-            ranks = [rank for rank in ranks if rank]
-            folder = os.environ.get("EPLB_STATUS_DIR")
-            rebalances = list(read_records(Path(folder), "rebalances")) if folder else []
-            return {
-                "ranks": ranks,
-                "consistent": len({(rank["pp_rank"], rank["live_sha256"]) for rank in ranks})
-                == len({rank["pp_rank"] for rank in ranks}),
-                "as_planned": bool(ranks) and all(rank["as_planned"] for rank in ranks),
-                "last_rebalance": rebalances[0] if rebalances else None,
-            }
+        async def placement(request, full=False):  # type: ignore[no-untyped-def]
+            # vLLM's own check of the key leaves out every path that is not the API's.
+            if not self._is_allowed(request.headers.get("Authorization", "")):
+                raise HTTPException(401, "Unauthorized")
+            return await self._placement(full)
 
+        placement.__annotations__ = {"request": Request, "full": bool}
         app.add_api_route("/eplb/placement", placement, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Keep the engine to ask."""
+        """Keep the engine to ask, and the keys that vLLM takes."""
         self._engine = engine_client
+        given = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or []
+        self._keys = [key for key in ([given] if isinstance(given, str) else given) if key]
+
+    def _is_allowed(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        # Compared in a time that does not tell how much of a guess is right.
+        matches = [hmac.compare_digest(key.encode(), known.encode()) for known in self._keys]
+        return not self._keys or (scheme.lower() == "bearer" and any(matches))
+
+    async def _placement(self, full: bool) -> dict[str, Any]:
+        """The live placement, asked of the ranks once in ANSWER_SECONDS however many want it."""
+        async with self._asking:
+            asked, answer = self._answers.get(full, (-math.inf, {}))
+            if time.monotonic() - asked >= ANSWER_SECONDS:
+                answer = await self._ask(full)
+                self._answers[full] = time.monotonic(), answer
+        return answer
+
+    async def _ask(self, full: bool) -> dict[str, Any]:
+        ranks = await self._engine.collective_rpc("eplb_placement", kwargs={"full": full}) if self._engine else []
+        ranks = [rank for rank in ranks if rank]
+        folder = os.environ.get("EPLB_STATUS_DIR")
+        rebalances = list(read_records(Path(folder), "rebalances")) if folder else []
+        return {
+            "ranks": ranks if self._keys else [_anonymous(rank) for rank in ranks],
+            "consistent": len({(rank["pp_rank"], rank["live_sha256"]) for rank in ranks})
+            == len({rank["pp_rank"] for rank in ranks}),
+            "as_planned": bool(ranks) and all(rank["as_planned"] for rank in ranks),
+            "last_rebalance": rebalances[0] if rebalances else None,
+        }
+
+
+def _anonymous(rank: dict[str, Any]) -> dict[str, Any]:
+    """A rank's answer for anybody: without the names of hosts and files."""
+    return {
+        name: value
+        for name, value in rank.items()
+        if not isinstance(value, str) or name in ("plan_sha256", "live_sha256", "policy")
+    }
 
 
 def add_metrics(settings: Settings, module: ModuleType) -> None:

@@ -1,0 +1,1 @@
+"""A small server in vLLM's place, on PYTHONPATH as the package `vllm`: what `serve` starts, watches and ends."""
