@@ -266,6 +266,9 @@ BROKEN_PROOFS = {
         {**records(stages=2), "stage1": records(stages=2, sha="a5" * 32)["stage1"]},
         "a rank runs another plan",
     ),
+    "a record that cannot be read": ({"stage0": "{"}, "stage0.json: is not JSON"),
+    "a record of another kind": ({"stage0": "[]"}, "stage0.json: is no status record"),
+    "a rank of another kind": ({"stage0": {"ranks": [{"pp_rank": 0}]}}, "a status record lacks 'ep_rank'"),
     "a failure": ({**records(stages=2), "rank3": {"error": "slot 7 is wrong"}}, "slot 7 is wrong"),
 }
 

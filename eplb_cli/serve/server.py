@@ -174,16 +174,22 @@ class Server:
         Raises:
             ServeError: a rank runs another plan.
         """
-        ranks = {(rank["pp_rank"], rank["ep_rank"]): rank for record in records for rank in record.get("ranks", ())}
+        try:
+            reported = [rank for record in records for rank in record.get("ranks", ())]
+            ranks = {
+                (rank["pp_rank"], rank["ep_rank"]): (rank["plan_sha256"], rank["slots_verified"]) for rank in reported
+            }
+        except (LookupError, TypeError) as error:
+            raise ServeError(f"a status record lacks {error}", file=self.status_dir) from None
         stages = {stage for stage, _ in ranks}
         if self.launch.arguments.nnodes == 1 and not self.launch.arguments.headless:
             # All stages are on this machine.
             stages = set(range(self.launch.stages))
         if not ranks or ranks.keys() != {(stage, rank) for stage in stages for rank in range(self.launch.ep_size)}:
             return None
-        if any(rank["plan_sha256"] != self.launch.plan_sha256 for rank in ranks.values()):
+        if any(plan != self.launch.plan_sha256 for plan, _ in ranks.values()):
             raise ServeError("a rank runs another plan", rule="all must run the one that was checked")
-        return InForce(len(ranks), sum(rank["slots_verified"] for rank in ranks.values()))
+        return InForce(len(ranks), sum(slots for _, slots in ranks.values()))
 
     def _require_recording(self) -> None:
         settings = self.launch.settings

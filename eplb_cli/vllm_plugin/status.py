@@ -8,7 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from eplb_cli.errors import ServeError
+from eplb_cli.untrusted import read_json
+
 __all__ = ["read_records", "write_record"]
+
+_MOST_BYTES = 64 << 20
 
 
 def write_record(folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
@@ -25,4 +30,7 @@ def write_record(folder: Path | None, name: str, record: Mapping[str, Any]) -> N
 def read_records(folder: Path, prefix: str = "") -> Iterator[dict[str, Any]]:
     """The records whose name begins with `prefix`, in the order of their names."""
     for file in sorted(folder.glob(f"{prefix}*.json")):
-        yield json.loads(file.read_text())
+        record = read_json(file, ServeError, most_bytes=_MOST_BYTES)
+        if not isinstance(record, dict):
+            raise ServeError("is no status record", file=file)
+        yield record

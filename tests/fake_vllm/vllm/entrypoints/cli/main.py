@@ -124,7 +124,9 @@ def main() -> None:
         Path(PLAN["worker"]).write_text(str(worker.pid))
     if "EPLB_STATUS_DIR" in os.environ:
         for name, record in PLAN.get("records", {}).items():
-            (Path(os.environ["EPLB_STATUS_DIR"]) / f"{name}.json").write_text(json.dumps(record))
+            partial = Path(os.environ["EPLB_STATUS_DIR"]) / f".{name}"
+            partial.write_text(record if isinstance(record, str) else json.dumps(record))
+            partial.rename(partial.with_name(f"{name}.json"))
     if "exit" in PLAN:
         sys.exit(PLAN["exit"])
     if PLAN.get("recording") and "EPLB_RECORD_DIR" in os.environ:
