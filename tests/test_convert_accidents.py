@@ -514,6 +514,7 @@ SHARD = "model-00002-of-00003.safetensors"
     [
         b"garbage",
         b"\xff\x00\n\n",
+        b"00000000 WHOLE\n",
         '{"file": "SHARD", "bytes": 1099511627776}',
         '{"file": "SHARD", "bytes": -4096}',
         '{"file": "SHARD", "bytes": true}',
@@ -525,7 +526,7 @@ SHARD = "model-00002-of-00003.safetensors"
         "9" * 5000,
         '{"file": "\\ud800", "bytes": 1}',
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_damaged_journal_loses_no_byte(tmp_path: Path, forged: bytes | str) -> None:
     place = Place(tmp_path, megabytes=3)
@@ -537,9 +538,15 @@ def test_a_damaged_journal_loses_no_byte(tmp_path: Path, forged: bytes | str) ->
         assert place.faulty(f"kill:pwritev:{number}", sync=False).code == -signal.SIGKILL
     assert victim not in place.finished()
     with place.journal.open("ab") as stream:
-        stream.write(forged if isinstance(forged, bytes) else line(forged.replace("SHARD", victim)))
+        # A line that would make the shard a finished one, had it the right checksum.
+        record = json.dumps({"file": victim, "bytes": place.size(victim)}).encode()
+        stream.write(
+            forged.replace(b"WHOLE", record) if isinstance(forged, bytes) else line(forged.replace("SHARD", victim))
+        )
     # Killed once more, where a note that was believed would now vouch for bytes that are not there.
     assert place.faulty("kill:pwritev:1", sync=False).code == -signal.SIGKILL
+    # Damaged lines are cut off, or the lines after them would never be read.
+    assert place.notes()[victim] < place.size(victim)
     run = place.faulty("none:any:0", sync=False)
     assert run.code == 0, run.err
     place.require_right()
