@@ -30,6 +30,7 @@ LACKS = {
     "transformers": r"could not import 'transformers'",
     "chromium": r"no chromium here",
     "filesystems": r"mkfs\.\w+ is not installed",
+    "shared-data": r"the shared data folder is not beside this checkout",
 }
 """What a machine may say it lacks (`--lacking vllm`), with the reasons of the skips that this explains."""
 
