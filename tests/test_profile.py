@@ -76,6 +76,21 @@ def test_quiet_prints_nothing_on_stdout(eplb: Eplb, trace: Path, tmp_path: Path)
     assert (run.code, run.out) == (0, "")
 
 
+def test_placeholders_are_given_one_by_one_and_as_ranges(eplb: Eplb, tmp_path: Path) -> None:
+    ids = random_ids(300, 2, 4, 16).astype(np.int32)
+    ids[:50, :, 0], ids[50:80, :, 1], ids[80:90, 1, 2], ids[90:, 0, 3] = 255, 300, 511, -1
+    np.save(tmp_path / "a.npy", ids)
+    arguments = ["profile", tmp_path / "a.npy", "--num-experts", 16, "-o", tmp_path / "loads", "--format", "json"]
+    ignored = ["--ignore-expert-id", "300-511", "--ignore-expert-id", 255]
+    assert eplb(*arguments, *ignored).json["dropped"] == {"ignored_expert_ids": 170, "padding_ids": 210}
+    kept = np.where(ids < 16, ids, -1)
+    assert (ExpertLoads.load(tmp_path / "loads").counts.sum(0) == reference(kept, 16)).all()
+    for text in ("511-300", "-1", "255-", "x"):
+        run = eplb(*arguments, "--force", f"--ignore-expert-id={text}")
+        assert run.code == 2 and "an id or a range is expected" in run.err
+    assert eplb(*arguments, "--force", "--ignore-expert-id", "300-510", *ignored[2:]).code == 1
+
+
 def test_an_existing_output_needs_force(eplb: Eplb, trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "loads"
     out.write_text("precious")

@@ -11,6 +11,8 @@ from eplb_cli.errors import TraceError
 from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.traces import ReadOptions, read_traces
 from eplb_cli.traces.checks import dummy_windows, expected_loss, one_rank_of
+from eplb_cli.traces.layers import resolve_layers
+from eplb_cli.traces.protocol import LayerAxis
 from eplb_cli.traces.windows import WindowStore
 from tests.test_traces_token_ids import random_ids
 
@@ -209,3 +211,49 @@ def test_placeholders_may_be_several_and_ranges(tmp_path: Path) -> None:
         read_traces([tmp_path / "a.npy"], ReadOptions(MODEL, ignored_ids=((256, 511),)))
     with pytest.raises(TraceError, match="id 511 >= num_experts 16"):
         read_traces([tmp_path / "a.npy"], ReadOptions(MODEL, ignored_ids=((255, 510),)))
+
+
+@pytest.mark.parametrize(
+    ("axis", "positions", "layers", "beyond"),
+    [
+        (LayerAxis.absolute([5, 3, 0, 1]), [3, 1], [1, 3], (5,)),
+        (LayerAxis.absolute([3, 7, 1, 5]), [2, 0], [1, 3], (5, 7)),
+        (LayerAxis(5), [1, 3], [1, 3], ()),
+        (LayerAxis(2, ordinal=True), [0, 1], [1, 3], ()),
+        (LayerAxis(3, ordinal=True), [0, 1], [1, 3], (5,)),
+    ],
+)
+def test_rows_are_told_by_the_models_layers(
+    axis: LayerAxis, positions: list[int], layers: list[int], beyond: tuple[int, ...]
+) -> None:
+    rows = resolve_layers(axis, ModelShape(None, 8, None, 5, (1, 3)), "a")
+    assert (rows.positions.tolist(), rows.layer_ids.tolist(), rows.beyond) == (positions, layers, beyond)
+
+
+@pytest.mark.parametrize("axis", [LayerAxis(5, ordinal=True), LayerAxis(3), LayerAxis(6)])
+def test_rows_that_fit_no_count_of_layers_are_refused(axis: LayerAxis) -> None:
+    with pytest.raises(TraceError, match=f"the layer axis has {axis.length} rows"):
+        resolve_layers(axis, ModelShape(None, 8, None, 5, (1, 3)), "a")
+
+
+def test_without_moe_layers_ids_end_at_the_hidden_layers() -> None:
+    rows = resolve_layers(LayerAxis.absolute([5, 4, 0]), ModelShape(None, 8, None, 5), "a")
+    assert (rows.positions.tolist(), rows.layer_ids.tolist(), rows.beyond) == ([2, 1], [0, 4], (5,))
+
+
+@pytest.mark.parametrize(
+    ("hit", "found"),
+    [
+        ([1, 5, 9, 13], (1, 4, "stride")),
+        ([3, 7, 11, 15], (3, 4, "stride")),
+        ([12, 13, 14, 15], (3, 4, "block")),
+        ([0, 1, 2, 4], None),
+        ([2, 5, 8, 11], None),
+        ([2, 3, 4, 5], None),
+        ([1, 5, 9], None),
+    ],
+)
+def test_one_ranks_experts_are_a_block_or_a_stride(hit: list[int], found: tuple[int, int, str] | None) -> None:
+    counts = np.zeros((2, 1, 16))
+    counts[0, 0, hit[:2]], counts[1, 0, hit[2:]] = 50, 70
+    assert one_rank_of(loads_of(counts)) == found

@@ -104,6 +104,27 @@ def test_side_arrays_name_layers_tokens_and_windows(tmp_path: Path) -> None:
     assert loads.window_ids.tolist() == [7, 8, 11]
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pt"])
+def test_the_array_beside_its_side_arrays_needs_no_telling_name(tmp_path: Path, suffix: str) -> None:
+    arrays = {
+        "layer_ids": np.array([9, 4]),
+        "tokens": np.array([70, 50, 60]),
+        "window_ids": np.array([8, 2, 5]),
+        "anything": COUNTS,
+    }
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".npz":
+        np.savez(path, **arrays)
+    elif suffix == ".pt":
+        torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, path)
+    else:
+        save_file(arrays, path)
+    loads = read_traces([path], ReadOptions()).loads
+    assert (loads.counts == COUNTS[:, ::-1]).all()
+    assert (loads.layer_ids.tolist(), loads.window_ids.tolist()) == ([4, 9], [8, 2, 5])
+    assert loads.tokens.tolist() == [70, 50, 60]
+
+
 def test_windows_without_load_are_dropped_and_counted(tmp_path: Path) -> None:
     counts = COUNTS.copy()
     counts[1] = 0
@@ -132,6 +153,20 @@ def test_a_plan_of_another_width_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npy", np.ones((2, 20), np.int64))
     with pytest.raises(TraceError, match=r"20 columns a layer; the plan .* has 24 slots"):
         read_traces([path], ReadOptions(MODEL, physical_to_logical=Placement.initial(16, 8, 4, [1, 3])))
+
+
+def test_the_plan_in_force_may_hold_more_layers_than_were_recorded(tmp_path: Path) -> None:
+    rows = np.array([[3, 0, 1, 2, 3], [0, 1, 2, 3, 0], [2, 1, 0, 3, 1]], np.int32)
+    plan = Placement(rows, np.array([2, 3, 7], np.int32), 4, 1)
+    slots = np.array([[[1, 20, 300, 4000, 50000], [7, 60, 500, 4000, 30000]]])
+    np.savez(tmp_path / "a.npz", counts=slots, layer_ids=np.array([7, 2]))
+    loads = read_traces([tmp_path / "a.npz"], ReadOptions(physical_to_logical=plan)).loads
+    assert loads.counts.tolist() == [[[60, 500, 4000, 30007], [300, 50020, 1, 4000]]]
+    np.savez(tmp_path / "a.npz", counts=slots, layer_ids=np.array([7, 5]))
+    model = ModelShape(None, 4, None, 9, (2, 5, 7))
+    with pytest.raises(TraceError, match=r"the plan lacks layer 5 \(given as --physical-to-logical\)") as caught:
+        read_traces([tmp_path / "a.npz"], ReadOptions(model, physical_to_logical=plan))
+    assert caught.value.file == str(tmp_path / "a.npz")
 
 
 def test_load_in_a_dense_layer_is_refused(tmp_path: Path) -> None:
@@ -172,6 +207,13 @@ def test_cumulative_counters_are_differenced(tmp_path: Path) -> None:
     assert loads.dropped == {"counters_before_recording": 30}
 
 
+def test_tokens_beside_cumulative_counters_are_cumulative_too(tmp_path: Path) -> None:
+    counts = np.array([[[10, 20]], [[15, 40]], [[16, 52]]])
+    np.savez(tmp_path / "a.npz", counts=counts, tokens=np.array([30, 55, 68]), window_ids=np.array([4, 9, 7]))
+    loads = read_traces([tmp_path / "a.npz"], ReadOptions(counters=Counters.cumulative)).loads
+    assert (loads.tokens.tolist(), loads.window_ids.tolist()) == ([25, 13], [9, 7])
+
+
 def test_a_counter_that_falls_is_not_cumulative(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npy", np.array([[[10, 20]], [[15, 19]]]))
     with pytest.raises(TraceError, match="the counter falls from 20 to 19 between windows 0 and 1") as caught:
@@ -202,8 +244,34 @@ def test_files_without_rank_numbers_are_windows_unless_added(tmp_path: Path) -> 
     parts = np.random.default_rng(2).poisson(99, (2, 2, 16))
     paths = [write(tmp_path / name, part) for name, part in zip(("x.npy", "y.npy"), parts, strict=True)]
     assert (read_traces(paths, ReadOptions()).loads.counts == parts).all()
+    assert read_traces(paths, ReadOptions()).loads.window_ids.tolist() == [0, 1]
     added = read_traces(paths, ReadOptions(rank_dumps=RankDumps.sum)).loads
     assert (added.counts == parts.sum(0)).all()
+
+
+def test_windows_are_numbered_on_over_the_files_of_a_folder(tmp_path: Path) -> None:
+    parts = [COUNTS[:2], COUNTS[1:] + 1, COUNTS[:1] + 2]
+    for name, part in zip(("dump10.npy", "dump9.npy", "dump2.npy"), parts, strict=True):
+        write(tmp_path / name, part)
+    loads = read_traces([tmp_path], ReadOptions()).loads
+    assert (loads.counts == np.concatenate(parts[::-1])).all()
+    assert loads.window_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("names", [("a_rank1", "b_rank1"), ("a_rank0", "a_rank1", "b_rank1"), ("a_rank0", "total")])
+def test_two_dumps_of_one_rank_are_windows(tmp_path: Path, names: tuple[str, ...]) -> None:
+    parts = np.random.default_rng(2).poisson(99, (len(names), 2, 16))
+    paths = [write(tmp_path / f"{name}.npy", part) for name, part in zip(names, parts, strict=True)]
+    assert (read_traces(paths, ReadOptions()).loads.counts == parts).all()
+
+
+def test_tokens_of_ranks_add_up_when_all_tell(tmp_path: Path) -> None:
+    for rank, told in enumerate(({"tokens": [5, 7, 9]}, {"tokens": [1, 2, 4]}, {})):
+        np.savez(tmp_path / f"rank{rank}.npz", counts=COUNTS + rank, window_ids=[3, 5, 4], **told)
+    paths = [tmp_path / f"rank{rank}.npz" for rank in (1, 0, 2)]
+    two = read_traces(paths[:2], ReadOptions()).loads
+    assert (two.tokens.tolist(), two.window_ids.tolist()) == ([6, 9, 13], [3, 5, 4])
+    assert read_traces(paths, ReadOptions()).loads.tokens.tolist() == [0, 0, 0]
 
 
 def test_rank_dumps_of_different_length_are_not_cut(tmp_path: Path) -> None:

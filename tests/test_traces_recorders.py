@@ -274,6 +274,15 @@ class TestTensorrtLlm:
         with pytest.raises(TraceError, match=r"ranks \[1\] are missing"):
             read(tmp_path)
 
+    def test_replicas_stand_for_all_ranks_that_the_meta_file_tells(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path, ranks=1)
+        (tmp_path / "rank0.safetensors").rename(tmp_path / "rank3.safetensors")
+        for rank in (2, 1):
+            (tmp_path / f"rank{rank}.safetensors").write_bytes((tmp_path / "rank3.safetensors").read_bytes())
+        meta = {"num_experts": 8, "num_experts_per_token": 2, "ep_size": 4}
+        (tmp_path / "meta_info.json").write_text(json.dumps(meta))
+        assert (read(tmp_path).counts == counts[0]).all()
+
     def test_the_meta_file_may_tell_how_many_ranks_there_were(self, tmp_path: Path) -> None:
         self.write(tmp_path)
         meta = {"num_experts": 8, "num_experts_per_token": 2, "ep_size": 4}
@@ -356,6 +365,14 @@ class TestVllmLoadStats:
         (tmp_path / "s.jsonl").write_text("\n".join(lines))
         assert any("1 recording missing" in warning for warning in read(tmp_path / "s.jsonl").warnings)
 
+    @pytest.mark.parametrize("steps", [(10, 10, 20), (20, 10, 30), (10, 20, 20)])
+    def test_steps_that_do_not_ascend_are_of_several_runs(self, tmp_path: Path, steps: tuple[int, ...]) -> None:
+        lines = [self.record(step, poisson(3, 10, seed=i)) for i, step in enumerate(steps)]
+        (tmp_path / "s.jsonl").write_text("\n".join(lines))
+        loads = read(tmp_path / "s.jsonl")
+        assert loads.window_ids.tolist() == list(steps)
+        assert any("steps do not ascend; the file holds several runs" in warning for warning in loads.warnings)
+
 
 class TestVllmRoutes:
     def lines(self, ids: np.ndarray, layers: tuple[int, ...] = (1, 2, 3), request: str = "r1") -> list[str]:
@@ -422,6 +439,32 @@ class TestVllmRoutes:
         with pytest.raises(TraceError, match="is no route") as caught:
             read(tmp_path / "r.jsonl")
         assert caught.value.row == 7
+
+    @pytest.mark.parametrize("chunk", [60, 500, 1 << 20])
+    @pytest.mark.parametrize("bad", ['{"type": "route"', '{"type": "route", "layer": 1, "topk_ids": [1, 2, 3]}'])
+    def test_lines_are_counted_on_over_batches(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, chunk: int
+    ) -> None:
+        monkeypatch.setattr("eplb_cli.traces.jsonl.CHUNK_BYTES", chunk)
+        lines = self.lines(random_ids(9, 3, 2, 8))
+        (tmp_path / "r.jsonl").write_text("\n".join([self.META, *lines[:20], bad, *lines[20:]]))
+        with pytest.raises(TraceError) as caught:
+            read(tmp_path / "r.jsonl")
+        assert caught.value.row == (22 if chunk > 60 or "topk" not in bad else None)
+
+    @pytest.mark.parametrize("bad", ['{"type": "route", "layer": "x", "topk_ids": [1, 2]}', "[1]"])
+    def test_a_last_line_that_is_whole_and_no_route_is_not_left_out(self, tmp_path: Path, bad: str) -> None:
+        lines = self.lines(random_ids(9, 3, 2, 8))
+        (tmp_path / "r.jsonl").write_text("\n".join([self.META, *lines, bad]))
+        with pytest.raises(TraceError, match="is no route") as caught:
+            read(tmp_path / "r.jsonl")
+        assert caught.value.row == 29
+
+    def test_lines_may_be_longer_than_a_chunk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("eplb_cli.traces.jsonl.CHUNK_BYTES", 23)
+        ids = random_ids(9, 3, 2, 8)
+        (tmp_path / "r.jsonl").write_text("\n".join([self.META, *self.lines(ids)]))
+        assert (read(tmp_path / "r.jsonl").counts.sum(0) == reference(ids, 8)).all()
 
     def test_rows_of_different_width_are_refused(self, tmp_path: Path) -> None:
         lines = self.lines(random_ids(9, 3, 2, 8))
@@ -814,6 +857,19 @@ class TestEplbRecording:
         self.write(tmp_path, [(0, "all", counts[:2])], pp_rank=0, pp_size=2, layer_ids=[1, 2])
         self.write(tmp_path, [(0, "all", counts[2:])], pp_rank=1, pp_size=2, layer_ids=[3])
         assert (read(tmp_path).counts[0] == counts).all()
+
+    def test_tokens_add_up_over_ranks_and_not_over_stages(self, tmp_path: Path) -> None:
+        counts = poisson(2, 2, 3, 8)  # rank, window
+        stages = ((1, [1]), (0, [2, 3]))  # the later stage holds the lower layer, and fewer tokens
+        for rank in (1, 0):
+            for stage, layers in stages:
+                rows = counts[rank][:, [layer - 1 for layer in layers]] - 10 * stage
+                windows = [(window, "all", rows[window]) for window in range(2)]
+                self.write(tmp_path, windows, dp_rank=rank, dp_size=2, pp_rank=stage, pp_size=2, layer_ids=layers)
+        loads = read(tmp_path)
+        total = counts.sum(0)
+        assert (loads.counts == total - np.array([20, 0, 0])[None, :, None]).all()
+        assert loads.tokens.tolist() == (counts[:, :, 1].sum(2) // 2).sum(0).tolist()
 
     @pytest.mark.parametrize(
         ("header", "message"), [({"dp_size": 2}, r"ranks \[1\] are missing"), ({"pp_size": 2}, "lacks the files of")]

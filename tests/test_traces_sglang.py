@@ -34,6 +34,15 @@ def test_filled_rows_are_windows_of_the_moe_layers(tmp_path: Path) -> None:
     assert loads.sources[0].reader == "sglang-stat"
 
 
+def test_rows_keep_their_place_in_a_buffer_whose_start_is_empty(tmp_path: Path) -> None:
+    counts = np.zeros((9, 4, 8), np.int32)
+    counts[[2, 3, 7], 1:] = np.random.default_rng(0).poisson(300, (3, 3, 8))
+    torch.save({"logical_count": torch.from_numpy(counts)}, tmp_path / "a.pt")
+    loads = read_traces([tmp_path / "a.pt"], ReadOptions(MODEL)).loads
+    assert (loads.counts == counts[[2, 3, 7], 1:]).all()
+    assert (loads.window_ids.tolist(), loads.dropped) == ([2, 3, 7], {"unfilled_buffer_rows": 6})
+
+
 def test_without_a_model_the_rows_of_zeros_stay_and_are_named(tmp_path: Path) -> None:
     dump(tmp_path / "a.pt")
     loads = read_traces([tmp_path / "a.pt"], ReadOptions()).loads

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eplb_cli.errors import TraceError, UsageError
 from eplb_cli.loads import ModelShape
 from eplb_cli.placement import Placement
-from eplb_cli.traces import ReadOptions, read_traces
+from eplb_cli.traces import ReadOptions, open_recordings, read_traces
+from eplb_cli.traces.arrays import array_kind
 from eplb_cli.traces.bit_counting import count_sets
 from eplb_cli.traces.counting import BadExpertIdError, Loop, count_token_ids
 
@@ -51,8 +52,10 @@ def test_counts_equal_the_plain_loop(tmp_path: Path, dtype: object) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@example(np.int8, 200, 5, [], 0)
+@example(np.uint8, 128, 5, [(60, 70), (100, 200)], 0)
 @given(
-    st.sampled_from([np.uint8, np.uint16, np.int32, np.int64]),
+    st.sampled_from([np.uint8, np.uint16, np.int8, np.int64]),
     st.integers(1, 300),
     st.integers(0, 5),
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=2),
@@ -76,6 +79,22 @@ def test_the_compiled_loop_equals_numpy(
 
     assert run(Loop.compiled) == run(Loop.numpy)
     assert run(Loop.sets) == run(Loop.numpy)
+
+
+@pytest.mark.parametrize("loop", Loop)
+def test_all_values_of_a_byte_may_be_experts(loop: Loop) -> None:
+    ids = np.arange(256, dtype=np.uint8).reshape(64, 1, 4)
+    assert count_token_ids(ids, np.array([0]), 256, loop=loop).counts.tolist() == [[1] * 256]
+    assert count_token_ids(ids, np.array([0]), 257, loop=loop).counts.tolist() == [[1] * 256 + [0]]
+    with pytest.raises(BadExpertIdError) as caught:
+        count_token_ids(ids, np.array([0]), 255, loop=loop)
+    assert (caught.value.row, caught.value.column, caught.value.value) == (63, 3, 255)
+
+
+@pytest.mark.parametrize(("top_k", "kind"), [(64, "ids"), (65, "counts")])
+def test_more_than_64_bytes_a_layer_are_no_ids(top_k: int, kind: str) -> None:
+    sample = random_ids(9, 2, top_k, 128)
+    assert array_kind(sample.shape, sample.dtype, sample, ReadOptions(ModelShape(None, 128))) == kind
 
 
 @pytest.mark.parametrize("k", [4, 8])
@@ -283,6 +302,43 @@ def test_turns_of_a_session_count_new_rows_only(tmp_path: Path) -> None:
     loads = read_traces([tmp_path / "a.npz"], ReadOptions(MODEL)).loads
     assert loads.dropped == {"repeated_prefix_tokens": 100}
     assert (loads.counts.sum(0) == reference(np.concatenate([first, new]), 8)).all()
+
+
+def test_a_repeated_turn_is_neither_prefill_nor_decode_again(tmp_path: Path) -> None:
+    # Of each session: turns as (length, prompt). The second turn of 7 is shorter than the first, the third prompt is
+    # shorter than what the session has seen, and the sessions alternate.
+    turns = [(7, 40, 25), (3, 30, 30), (7, 25, 10), (3, 50, 20), (7, 60, 35)]
+    ids = random_ids(205, 2, 2, 8)
+    sessions, lengths, prompts = (np.array(column) for column in zip(*turns, strict=True))
+    np.savez(tmp_path / "a.npz", topk_ids=ids, seq_lens=lengths, prompt_lens=prompts, session_ids=sessions)
+    loads = read_traces([tmp_path / "a.npz"], ReadOptions(MODEL)).loads
+    assert loads.dropped == {"repeated_prefix_tokens": 25 + 30 + 40}
+    assert (loads.window_phase.tolist(), loads.tokens.tolist()) == ([1, 2], [25 + 30, 15 + 20 + 20])
+    assert (loads.counts[0] == reference(np.concatenate([ids[:25], ids[40:70]]), 8)).all()
+    assert (loads.counts[1] == reference(np.concatenate([ids[25:40], ids[125:145], ids[185:]]), 8)).all()
+
+
+def test_stretches_go_on_where_a_block_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eplb_cli.traces.arrays.ROWS_BYTES", 4 * 4)  # rows of 4 bytes: blocks of 4 tokens
+    np.savez(
+        tmp_path / "a.npz",
+        topk_ids=random_ids(14, 2, 2, 8),
+        seq_lens=np.array([5, 0, 9]),
+        prompt_lens=np.array([4, 0, 2]),
+    )
+    [(reader, recording)] = open_recordings([tmp_path / "a.npz"], ReadOptions(MODEL))
+    blocks = [(block.first_row, len(block.ids), block.phase) for block in reader.read(recording)]
+    assert blocks == [(0, 4, 1), (4, 1, 2), (5, 2, 1), (7, 1, 2), (8, 4, 2), (12, 2, 2)]
+
+
+@pytest.mark.parametrize("folders", [("x", "x"), ("x", "y")])
+def test_traces_of_different_top_k_have_none(tmp_path: Path, folders: tuple[str, str]) -> None:
+    for folder, top_k in zip(folders, (2, 4), strict=True):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        save(tmp_path / folder / f"{top_k}.npy", random_ids(9, 2, top_k, 8))
+    paths = [tmp_path / folders[0], tmp_path / folders[1]][: len(set(folders))]
+    assert read_traces(paths, ReadOptions(ModelShape(None, 8))).loads.top_k is None
+    assert read_traces([tmp_path / "x" / "2.npy"], ReadOptions(ModelShape(None, 8))).loads.top_k == 2
 
 
 def test_files_of_different_layers_do_not_merge(tmp_path: Path) -> None:

@@ -88,7 +88,9 @@ def profile(
     ] = None,
     rank_dumps: Annotated[
         RankDumpsChoice,
-        typer.Option(help="Files of several ranks: auto keeps identical ones once and adds partial ones."),
+        typer.Option(
+            help="Files of several ranks, told by their names: auto adds them, and keeps identical ones once."
+        ),
     ] = RankDumpsChoice.auto,
     counters: Annotated[
         CountersChoice, typer.Option(help="Whether a window's counts go on from the window before.")

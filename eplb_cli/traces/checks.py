@@ -292,7 +292,7 @@ def one_rank_of(loads: ExpertLoads) -> tuple[int, int, str] | None:
     ranks = experts // hit.size
     if hit[0] % hit.size == 0 and (np.diff(hit) == 1).all():
         return int(hit[0]) // hit.size, ranks, "block"
-    if hit[0] < ranks and (np.diff(hit) == ranks).all():
+    if (np.diff(hit) == ranks).all():
         return int(hit[0]), ranks, "stride"
     return None
 

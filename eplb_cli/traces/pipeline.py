@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import LoadsError, TraceError, UsageError
+from eplb_cli.errors import LoadsError, PlacementError, TraceError, UsageError
 from eplb_cli.loads import PHASES, ExpertLoads, ModelShape, Source
 from eplb_cli.traces import checks
 from eplb_cli.traces.counting import (
@@ -84,6 +84,8 @@ class _Collector:
     skipped: int = 0
     """Of the recording at hand: steps, or tokens of a per-token trace, left out so far."""
     tokens_told: bool = False
+    top_ks: set[int] = field(default_factory=set)
+    """What the recorders say, and how many ids their tokens hold."""
 
     @property
     def model(self) -> ModelShape | None:
@@ -136,20 +138,16 @@ class _Collector:
         """Rows [L, P] of --physical-to-logical for the block's layers."""
         plan = self.options.physical_to_logical
         assert plan is not None  # noqa: S101 - callers ask only when it was given
-        absent = set(rows.layer_ids.tolist()) - set(plan.layer_ids.tolist())
-        if absent:
-            raise TraceError(
-                f"layers {sorted(absent)} are not in the plan given as --physical-to-logical",
-                file=file,
-                rule=f"it has layers {plan.layer_ids.tolist()}",
-            )
         if slots is not None and slots != plan.num_slots:
             raise TraceError(
                 f"{slots} columns a layer",
                 file=file,
                 rule=f"the plan given as --physical-to-logical has {plan.num_slots} slots",
             )
-        return plan.physical_to_logical[np.searchsorted(plan.layer_ids, rows.layer_ids)]
+        try:
+            return plan.for_layers(rows.layer_ids).physical_to_logical
+        except PlacementError as error:
+            raise TraceError(f"{error.problem} (given as --physical-to-logical)", file=file, rule=error.rule) from None
 
     # -- windows -----------------------------------------------------------------------------------------------------
 
@@ -227,8 +225,7 @@ class _Collector:
         fold = None if plan is None else self.plan_rows(rows, None, block.file)
         experts = self.options.need_num_experts(block.file) if plan is None else plan.num_experts
         self.settle_num_experts(experts, block.file)
-        if recording.top_k is None:
-            recording.top_k = block.ids.shape[2]
+        self.top_ks.add(block.ids.shape[2])
         if phase is None:
             self.drop("other_phase_tokens", len(block.ids))
             return
@@ -415,6 +412,8 @@ class _Collector:
 
     def finish_recording(self, recording: Recording) -> None:
         self.skipped = 0
+        if recording.top_k is not None:
+            self.top_ks.add(recording.top_k)
         if recording.repeated_prefixes:
             self.warn(
                 f"{recording.repeated_prefixes} sequences begin as an earlier one does; a prefix that came from the "
@@ -437,7 +436,6 @@ def collect(recordings: Sequence[tuple[Reader, Recording]], options: ReadOptions
         TraceError: a file breaks a rule of its format or of all formats.
         UsageError: an option contradicts a recording, or a needed one is missing.
     """
-    top_ks: set[int] = set()
     architectures: set[str] = set()
     with OrderedPool() as pool:
         collector = _Collector(options, pool)
@@ -452,12 +450,10 @@ def collect(recordings: Sequence[tuple[Reader, Recording]], options: ReadOptions
             pool.drain()
             collector.finish_counters(history, recording)
             collector.finish_recording(recording)
-            if recording.top_k is not None:
-                top_ks.add(recording.top_k)
             if recording.architecture is not None:
                 architectures.add(recording.architecture)
         collector.close_token_windows()
-    return _profile(collector, recordings, top_ks, architectures)
+    return _profile(collector, recordings, architectures)
 
 
 @contextmanager
@@ -499,7 +495,6 @@ def _check_axis(block: Block) -> None:
 def _profile(
     collector: _Collector,
     recordings: Sequence[tuple[Reader, Recording]],
-    top_ks: set[int],
     architectures: set[str],
 ) -> Profile:
     options = collector.options
@@ -518,7 +513,7 @@ def _profile(
         arrays[0] if len(arrays) == 1 else tuple(np.concatenate([a[i] for a in arrays]) for i in range(3))
     )
     window_phase = np.repeat([phase for phase, _ in stores], [len(store.arrays()[1]) for _, store in stores])
-    top_k = options.top_k or (top_ks.pop() if len(top_ks) == 1 else None)
+    top_k = options.top_k or (next(iter(collector.top_ks)) if len(collector.top_ks) == 1 else None)
     for phase, store in stores:
         of_phase = "" if phase == ALL else f" ({PHASES[phase]})"
         tokens_a_window = store.merged * collector.window_size

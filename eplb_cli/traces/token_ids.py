@@ -148,13 +148,12 @@ class _Cuts:
         self._next = 0
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The parts that lie in [start, stop); calls must come in order."""
+        """The parts that lie in [start, stop); each call goes on where the one before stopped."""
         while self._next < len(self._stretches):
             first, last, phase = self._stretches[self._next]
             if first >= stop:
                 return
-            if last > start:
-                yield max(first, start), min(last, stop), phase
+            yield max(first, start), min(last, stop), phase
             if last > stop:
                 return
             self._next += 1
