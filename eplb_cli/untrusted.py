@@ -64,7 +64,8 @@ def read_file(path: str | PathLike[str], error: type[EplbError], *, most_bytes: 
     """
     with open_file(path, error, most_bytes=most_bytes) as stream:
         try:
-            return stream.read(most_bytes)
+            # Asked for more than is there, it would first take the memory for it.
+            return stream.read(os.fstat(stream.fileno()).st_size)
         except OSError as problem:
             raise error(f"cannot be read: {problem.strerror}", file=Path(path)) from problem
 

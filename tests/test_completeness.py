@@ -12,8 +12,8 @@ import pytest
 
 from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, classify
 from eplb_cli.checkpoint.config import ModelConfig
-from eplb_cli.checkpoint.safetensors_file import TensorEntry
 from eplb_cli.errors import CheckpointError
+from eplb_cli.tensors import TensorEntry
 from tests.checkpoints import (
     FORMS,
     QUANTISATIONS,

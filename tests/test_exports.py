@@ -414,8 +414,8 @@ YAML = "num_slots: 2\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n"
         ("sglang", "[]", "not an object"),
         ("sglang", '{"physical_to_logical_map": {}}', "no list of rows"),
         ("vllm-jsonl", '{"record_type": []}', "lacks"),
-        ("deepseek", b"\xff" * 9, "is not safetensors"),
-        ("deepseek", b"", "is not safetensors"),
+        ("deepseek", b"\xff" * 9, "is not a safetensors file"),
+        ("deepseek", b"", "is not a safetensors file"),
     ],
 )
 def test_files_that_lie_are_refused(name: str, content: bytes | str, message: str) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from eplb_cli.errors import TraceError
+from eplb_cli.traces.pipeline import as_recorded
+from eplb_cli.traces.registry import READERS
 from tests.fuzz import targets
 from tests.fuzz.__main__ import DEFECTS, case_files, fuzz, run_case, write_case
 from tests.fuzz.seeds import seeds
@@ -35,6 +37,7 @@ def test_a_case_is_the_same_each_time() -> None:
         (lambda folder: None, "ok"),
         (lambda folder: _raise(TraceError("x", file=folder)), "refused"),
         (lambda folder: _raise(TraceError("x")), "nameless"),
+        (lambda folder: _trip_a_reader(folder), "netted"),
         (lambda folder: _raise(KeyError("x")), "internal"),
         (lambda folder: _raise(TraceError("\ud800", file=folder)), "internal"),
         (lambda folder: os.kill(os.getpid(), signal.SIGKILL), "internal"),
@@ -54,6 +57,11 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+def _trip_a_reader(folder: Path) -> None:
+    with as_recorded(READERS[0], str(folder)):
+        _raise(KeyError("x"))
+
+
 def test_a_defect_is_kept_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(targets.TARGETS, "plans", lambda folder: _raise(KeyError("x")))  # type: ignore[arg-type]
     assert fuzz("plans", seconds=60, cases=1, first=3, out=tmp_path) == {"internal": 1}
@@ -62,11 +70,7 @@ def test_a_defect_is_kept_with_its_input(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "plans" / "counts.json").read_text())["verdicts"] == {"internal": 1}
 
 
-CLEAN = ("traces",)
-"""Targets whose cases show no defect."""
-
-
-@pytest.mark.parametrize("target", CLEAN)
+@pytest.mark.parametrize("target", targets.TARGETS)
 def test_a_short_run_finds_nothing(target: str, tmp_path: Path) -> None:
     counts = fuzz(target, seconds=60, cases=20, out=tmp_path)
     assert not any(counts[defect] for defect in DEFECTS), [p.read_text() for p in tmp_path.rglob("*.txt")]

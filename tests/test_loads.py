@@ -64,19 +64,19 @@ GOOD_HEADER = {
         ({"counts": entry("I64", [2, 1, 2**61], 0, 48)}, "does not fill bytes"),
         ({"counts": entry("I64", [2, 1, -3], 0, -48)}, "has the shape"),
         ({"counts": entry("I64", [2, True, 3], 0, 48)}, "has the shape"),
-        ({"counts": entry("F64", [2, 1, 3], 0, 48)}, "has the dtype 'F64'"),
-        ({"counts": entry(["I64"], [2, 1, 3], 0, 48)}, r"has the dtype \['I64'\]"),
+        ({"counts": entry("F64", [2, 1, 3], 0, 48)}, "has the dtype F64; integers are expected"),
+        ({"counts": entry(["I64"], [2, 1, 3], 0, 48)}, r"has the unknown dtype \['I64'\]"),
         ({"counts": entry("U64", [2, 1, 3], 0, 48)}, r"counts are uint64 \[2, 1, 3\]; they must be int64"),
         ({"counts": entry("I64", [2, 3], 0, 48)}, r"counts are int64 \[2, 3\]|does not fill"),
         ({"counts": entry("I64", [6], 0, 48)}, r"counts are int64 \[6\]"),
         ({"counts": entry("I64", [1, 2, 3], 0, 48)}, r"tokens is int64 \[2\]; with counts \[1, 2, 3\]"),
-        ({"tokens": entry("I64", [2], 40, 56)}, "overlap or leave a hole"),
-        ({"tokens": entry("I64", [2], 56, 72)}, "overlap or leave a hole"),
+        ({"tokens": entry("I64", [2], 40, 56)}, "overlaps"),
+        ({"tokens": entry("I64", [2], 56, 72)}, "hole"),
         ({"window_ids": entry("I64", [0], 68, 68)}, "window_ids is int64 .*one entry for each window"),
         ({"window_phase": entry("U8", [0], 68, 68)}, "window_phase is uint8 .*one entry for each window"),
         ({"extra": entry("U8", [0], 68, 68)}, "unknown tensors"),
         ({"counts": 5}, "without dtype"),
-        ({"__metadata__": {"eplb_profile": 5}}, "no object with text"),
+        ({"__metadata__": {"eplb_profile": 5}}, "metadata that is not strings"),
         ({"__metadata__": {}}, "its metadata do not say so"),
         ({"__metadata__": {"eplb_profile": "[" * 9999}}, "nested too deep"),
         ({"__metadata__": {"eplb_profile": '{"a": 1, "a": 1}'}}, "the key 'a' twice"),
@@ -92,7 +92,7 @@ def test_a_file_that_lies_is_refused(tmp_path: Path, changes: dict[str, object],
 def test_a_hole_between_tensors_is_refused(tmp_path: Path) -> None:
     header = {**GOOD_HEADER, "layer_ids": entry("I32", [1], 68, 72)}
     (tmp_path / "x").write_bytes(safetensors_bytes(header, bytes(72)))
-    with pytest.raises(LoadsError, match="overlap or leave a hole"):
+    with pytest.raises(LoadsError, match="leaves a hole"):
         ExpertLoads.load(tmp_path / "x")
 
 
@@ -101,7 +101,7 @@ def test_a_file_of_another_length_is_refused(tmp_path: Path, change: int) -> Non
     (tmp_path / "x").write_bytes(safetensors_bytes(GOOD_HEADER, bytes(68)))
     assert ExpertLoads.load(tmp_path / "x").counts.shape == (2, 1, 3)
     (tmp_path / "x").write_bytes(safetensors_bytes(GOOD_HEADER, bytes(68 + change)))
-    with pytest.raises(LoadsError, match="its header speaks of"):
+    with pytest.raises(LoadsError, match=r"truncated: 371 of 372|has 1 extra bytes"):
         ExpertLoads.load(tmp_path / "x")
 
 

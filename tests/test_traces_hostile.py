@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from eplb_cli.errors import EplbError, TraceError
 from eplb_cli.loads import ModelShape
 from eplb_cli.traces import ReadOptions, read_traces
-from eplb_cli.traces.files import TraceFile
+from eplb_cli.traces.protocol import Recording
+from eplb_cli.traces.ranks import name_gaps
 from tests.test_traces_recorders import poisson
 
 MODEL = ModelShape("M", 8, 2, 4, (1, 2, 3))
@@ -110,22 +112,36 @@ def test_json_of_another_shape_is_refused_by_name(tmp_path: Path, document: str,
     refuse(tmp_path / "a.json", match)
 
 
-def test_a_header_with_a_dtype_of_another_kind_is_refused(tmp_path: Path) -> None:
-    header = json.dumps({"counts": {"dtype": ["I64"], "shape": [1, 3, 8], "data_offsets": [0, 192]}}).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(192))
-    refuse(tmp_path / "a.safetensors", "has a damaged safetensors header: 'counts' is")
-
-
-@pytest.mark.parametrize("change", [{"shape": [True, 3]}, {"data_offsets": [0, 193]}, {"data_offsets": [8, 0]}, {}])
-def test_a_header_may_name_only_what_is_in_the_file(tmp_path: Path, change: dict[str, object]) -> None:
-    entry = {"dtype": "I64", "shape": [1, 3, 8], "data_offsets": [0, 192]} | change
+def safetensors_file(path: Path, entry: dict[str, object], data: bytes) -> Path:
     header = json.dumps({"counts": entry}).encode()
-    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header + bytes(192))
-    if change:
-        with pytest.raises(TraceError, match="has a damaged safetensors header"):
-            TraceFile(tmp_path / "a").safetensors_header()
-    else:
-        assert TraceFile(tmp_path / "a").safetensors_header() == {"counts": entry}
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return path
+
+
+ENTRY = {"dtype": "I64", "shape": [1, 3, 8], "data_offsets": [0, 192]}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"dtype": ["I64"]}, "has the unknown dtype"),
+        ({"dtype": "I536870912"}, "has the unknown dtype 'I536870912'"),
+        ({"shape": [True, 3]}, "has the shape"),
+        ({"data_offsets": [0, 193]}, "does not fill bytes"),
+        ({"data_offsets": [8, 0]}, "does not fill bytes"),
+    ],
+)
+def test_a_header_may_name_only_what_is_in_the_file(tmp_path: Path, change: dict[str, object], match: str) -> None:
+    refuse(safetensors_file(tmp_path / "a.safetensors", ENTRY | change, bytes(192)), match)
+
+
+@pytest.mark.parametrize("dtype", ["I64", "U32", "F16", "BF16"])
+def test_counts_of_every_dtype_are_read(tmp_path: Path, dtype: str) -> None:
+    counts = torch.from_numpy(poisson(1, 3, 8)) % 100
+    kinds = {"I64": torch.int64, "U32": torch.uint32, "F16": torch.float16, "BF16": torch.bfloat16}
+    save_file({"counts": counts.to(kinds[dtype])}, tmp_path / "a.safetensors")
+    read = read_traces([tmp_path / "a.safetensors"], ReadOptions(MODEL)).loads
+    assert read.counts.tolist() == counts.tolist()
 
 
 def test_a_cell_of_megabytes_makes_a_short_message(tmp_path: Path) -> None:
@@ -141,3 +157,62 @@ def test_counts_whose_sum_leaves_64_bits_name_their_file(tmp_path: Path) -> None
     np.save(tmp_path / "a.npy", counts)
     with pytest.raises(EplbError, match=r"a\.npy: counts add up to"):
         read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))
+
+
+ROUTE = '{"type": "route", "layer": 1, "topk_ids": [2, 3]}'
+STATS = '{"record_type": "eplb_load_stats", "step": 5, "expert_load": [[1, 2]], "p2l_map": [[0, 1]]}'
+ANSWER = '{"routed_experts": [[[1, 2]]], "prompt_tokens": 3}'
+CHOICES = '{"usage": {"prompt_tokens": 3}, "choices": [{"routed_experts": [[[1, 2]]]}]}'
+PLUMB = '{"layers": [{"layer_id": 1, "experts": [{"expert_id": 0, "token_count": 2}]}]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "old", "new", "match"),
+    [
+        ("a.jsonl", f"{ROUTE}\n{ROUTE}\n", "[2, 3]", "[2, 4294967296]", "is no route: .*topk_ids"),
+        ("a.jsonl", f"{ROUTE}\n{ROUTE}\n", '"layer": 1', '"layer": 2147483648', r"is no route: .*\.layer"),
+        ("a.jsonl", f"{STATS}\n{STATS}\n", '"step": 5', '"step": [5]', r"step is \[5\]; a whole number"),
+        ("a.jsonl", f"{STATS}\n{STATS}\n", '"step": 5', '"step": 1e999', "step is inf; a whole number"),
+        ("a.json", ANSWER, '"prompt_tokens": 3', '"prompt_tokens": "3"', "prompt_tokens is '3'; a number"),
+        ("a.json", CHOICES, '{"prompt_tokens": 3}', "7", "usage is 7; an object"),
+        ("a.json", CHOICES, '"prompt_tokens": 3', '"prompt_tokens_details": [1]', r"prompt_tokens_details is \[1\]"),
+        ("a.json", PLUMB, '"layer_id": 1', '"layer_id": []', r"layer_id is \[\]; a whole number"),
+        ("a.json", PLUMB, '"expert_id": 0', '"expert_id": 1e400', "expert_id is inf"),
+        ("a.json", PLUMB, '"token_count": 2', '"token_count": 1e300', r"load is 1e\+300"),
+        ("layer_1.txt", "1\t2\t\t.5\t.5\n", "1\t2", "1\t" + "2" * 5_000, "an id is no number"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(
+    tmp_path: Path, name: str, content: str, old: str, new: str, match: str
+) -> None:
+    assert old in content
+    (tmp_path / name).write_text(content.replace(old, new))
+    with pytest.raises(TraceError, match=match) as caught:
+        read_traces([tmp_path / name], ReadOptions(MODEL))
+    assert "is not as" not in str(caught.value)  # the last net's words
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_experts_per_token"])
+@pytest.mark.parametrize("value", ["8", [8], float("inf"), -8])
+def test_tensorrt_llm_sizes_are_numbers(tmp_path: Path, key: str, value: object) -> None:
+    meta = {"num_experts": 8, "num_experts_per_token": 2} | {key: value}
+    (tmp_path / "meta_info.json").write_text(json.dumps(meta))
+    save_file({"3_1": torch.arange(8)}, tmp_path / "rank0.safetensors")
+    with pytest.raises(TraceError, match=f"{key} of meta_info.json is .*; a whole number"):
+        read_traces([tmp_path], ReadOptions(MODEL))
+
+
+def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eplb_cli.traces.layer_files.MOST_LINE_BYTES", 30)
+    for layer in (1, 2, 3):
+        (tmp_path / f"layer_{layer}.txt").write_text("1\t2\t\t.5\t.5\n" + "1\t2" * 10 + "\t\t.5\n")
+    with pytest.raises(TraceError, match=r"layer_1\.txt, row 2: is too long; at most 30 bytes"):
+        read_traces([tmp_path], ReadOptions(MODEL))
+
+
+def test_steps_far_apart_are_counted_not_listed(tmp_path: Path) -> None:
+    recording = Recording([], ReadOptions(), folder=tmp_path)
+    name_gaps([5, 10**15, 7], recording, "step")
+    assert recording.warnings == [
+        f"{10**15 - 7} steps missing between the first and the last: 6, 8, 9, 10, 11, 12, 13, 14, ..."
+    ]

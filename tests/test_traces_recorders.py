@@ -527,7 +527,7 @@ class TestMindie:
 
     def test_the_config_names_the_map_in_force(self, tmp_path: Path) -> None:
         counts = self.write(tmp_path, slots=10, eplb_expert_map_file="/elsewhere/map.json")
-        with pytest.raises(TraceError, match=r"the map in force, /elsewhere/map\.json, is not here"):
+        with pytest.raises(TraceError, match=r"the map in force, '/elsewhere/map\.json', is not here"):
             read(tmp_path)
         layers = [
             {

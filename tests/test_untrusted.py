@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,13 @@ def test_a_value_in_a_message_is_short_and_plain() -> None:
     assert shown("a\x1b[2J\u202e") == "'a\\x1b[2J\\u202e'"
     assert shown(10**5_000) == "<int>"
     assert len(shown("x" * 1_000)) == 80
+
+
+def test_reading_takes_the_memory_of_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    tracemalloc.start()
+    try:
+        assert read_file(tmp_path / "a", TraceError, most_bytes=4 << 30) == b"abc"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -16,8 +16,8 @@ from functools import cache
 from eplb_cli.checkpoint.completeness import MoeLayer, require_complete
 from eplb_cli.checkpoint.config import ModelConfig
 from eplb_cli.checkpoint.family import Family
-from eplb_cli.checkpoint.safetensors_file import TensorEntry
 from eplb_cli.errors import CheckpointError
+from eplb_cli.tensors import TensorEntry
 
 __all__ = ["ClassifiedTensors", "Kind", "Role", "classify", "role_of", "with_expert"]
 

@@ -16,8 +16,8 @@ from itertools import combinations
 from pathlib import Path
 
 from eplb_cli.checkpoint.config import ModelConfig
-from eplb_cli.checkpoint.safetensors_file import TensorEntry
 from eplb_cli.errors import CheckpointError, ranges
+from eplb_cli.tensors import TensorEntry
 
 __all__ = ["MoeLayer", "require_complete"]
 

@@ -364,13 +364,17 @@ def prepare(
         rewrite=files,
         small_files=small_files,
         identity_layers=missing,
-        clone=can_clone(max(source.shards.values(), key=lambda h: h.file_size).file, output.absolute().parent),
+        clone=can_clone(_largest_shard(source), output.absolute().parent),
         link=link,
         notes=tuple(notes),
         warnings=tuple(warnings),
     )
     _require_distinct(source, conversion.names)
     return conversion
+
+
+def _largest_shard(source: Checkpoint) -> Path:
+    return source.folder / max(source.shards, key=lambda name: source.shards[name].file_size)
 
 
 def _require_distinct(source: Checkpoint, names: Sequence[str]) -> None:

@@ -20,10 +20,11 @@ from enum import StrEnum
 import numpy as np
 
 from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, Role, with_expert
-from eplb_cli.checkpoint.safetensors_file import TensorEntry, header_bytes
+from eplb_cli.checkpoint.safetensors_file import header_bytes
 from eplb_cli.checkpoint.source import INDEX_FILE, Checkpoint
 from eplb_cli.errors import PlacementError
 from eplb_cli.placement import Placement
+from eplb_cli.tensors import TensorEntry
 
 __all__ = [
     "CLONE_BLOCK",
@@ -395,7 +396,7 @@ def _shard(source: Checkpoint, name: str, tensors: Sequence[OutputTensor]) -> Ou
         whole = Piece(name, origin.data_start, origin.file_size - origin.data_start)
         if pieces in ((whole,), ()):
             # Nothing changed, so neither does the header: the file is the source's, byte for byte.
-            with origin.file.open("rb") as stream:
+            with (source.folder / name).open("rb") as stream:
                 header = stream.read(origin.data_start)
             return OutputShard(name, header, tuple(origin.tensors), pieces, unchanged=name)
     metadata = source.shards[tensors[0].pieces[0].shard].metadata if tensors and tensors[0].pieces else {}

@@ -18,9 +18,10 @@ from typing import Any
 
 from eplb_cli.checkpoint.config import ModelConfig, load_json
 from eplb_cli.checkpoint.hub import locate
-from eplb_cli.checkpoint.safetensors_file import SafetensorsHeader, TensorEntry, read_header
+from eplb_cli.checkpoint.safetensors_file import read_header
 from eplb_cli.errors import CheckpointError
 from eplb_cli.placement import PLAN_FILE
+from eplb_cli.tensors import SafetensorsHeader, TensorEntry
 from eplb_cli.untrusted import open_file, shown
 
 __all__ = ["INDEX_FILE", "PROVENANCE_FILE", "Checkpoint", "Fingerprint", "natural_key"]

@@ -22,7 +22,6 @@ import numpy as np
 from eplb_cli.checkpoint import page_cache
 from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, classify, with_expert
 from eplb_cli.checkpoint.config import PLACEMENT_KEY
-from eplb_cli.checkpoint.safetensors_file import SafetensorsHeader, TensorEntry
 from eplb_cli.checkpoint.source import Checkpoint
 from eplb_cli.checkpoint.verify_claims import (
     Demand,
@@ -36,6 +35,7 @@ from eplb_cli.checkpoint.verify_claims import (
 from eplb_cli.checkpoint.verify_files import file_problems, list_files, side_file_problems
 from eplb_cli.errors import CheckpointError, EplbError, PlacementError
 from eplb_cli.placement import PLAN_FILE, Placement
+from eplb_cli.tensors import SafetensorsHeader, TensorEntry
 
 __all__ = ["Level", "Report", "expert_problems", "verify"]
 

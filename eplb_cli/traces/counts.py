@@ -58,8 +58,8 @@ class CountMatrixReader:
         elif file.container is Container.npz:
             shapes = {name: (header.shape, header.dtype) for name, header in file.npz_headers().items()}
         elif file.container is Container.safetensors:
-            entries = {k: v for k, v in file.safetensors_header().items() if k != "__metadata__"}
-            shapes = {name: (tuple(entry["shape"]), _dtype(entry["dtype"])) for name, entry in entries.items()}
+            tensors = file.safetensors_header.tensors
+            shapes = {name: (entry.shape, entry.numpy_dtype) for name, entry in tensors.items()}
         elif file.container is Container.torch:
             shapes = {name: (array.shape, array.dtype) for name, array in _tensors(file.torch_object).items()}
         elif file.container is Container.json:
@@ -155,7 +155,8 @@ def _read(file: TraceFile) -> _Matrix:
     if file.container is Container.npz:
         arrays = {name: file.npz_array(name) for name in file.npz_headers()}
     elif file.container is Container.safetensors:
-        arrays = _safetensors(file)
+        tensors = file.safetensors_header.tensors.values()
+        arrays = {entry.name: file.safetensors_array(entry.name) for entry in tensors if entry.numpy_dtype.kind != "V"}
     elif file.container is Container.torch:
         arrays = _tensors(file.torch_object)
         file.forget()
@@ -176,26 +177,6 @@ def _choose(shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> str 
         return named[0]
     others = [key for key in shapes if key not in SIDE_KEYS]
     return others[0] if len(others) == 1 else None
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    kind = {"F": "f", "I": "i", "U": "u", "B": "f"}.get(name[0], "V")
-    bits = int(re.sub(r"\D", "", name.split("_")[0]) or 8)
-    return (
-        np.dtype("V1")
-        if kind == "V" or name == "BOOL"
-        else np.dtype(f"{kind}{max(bits // 8, 2 if kind == 'f' else 1)}")
-    )
-
-
-def _safetensors(file: TraceFile) -> dict[str, npt.NDArray[Any]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file.path, framework="pt") as reader:
-            return {key: tensor_to_numpy(reader.get_tensor(key)) for key in reader.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise TraceError(f"cannot be read as safetensors ({error})", file=file.name) from error
 
 
 def _tensors(content: Any) -> dict[str, npt.NDArray[Any]]:

@@ -24,7 +24,7 @@ class EplbProfileReader:
         """The metadata say so."""
         if file.container is not Container.safetensors:
             return no_match()
-        metadata = file.safetensors_header().get("__metadata__") or {}
+        metadata = file.safetensors_header.metadata
         return matches("an eplb profile", 99) if METADATA_KEY in metadata else no_match()
 
     def read(self, recording: Recording) -> Iterator[CountBlock]:

@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
 from eplb_cli.files import sha256_of_file
-from eplb_cli.untrusted import open_file, parse_json, shown
+from eplb_cli.tensors import SafetensorsHeader, parse_header, read_array
+from eplb_cli.untrusted import open_file, parse_json, read_file, shown
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +37,6 @@ MAX_LINE_BYTES = 1 << 30
 CHUNK_BYTES = 4 << 20
 MAX_ARRAY_BYTES = 4 << 30
 """What is read as a whole is no larger: a thousand windows of the largest models are an eighth of it."""
-MAX_HEADER_BYTES = 100 << 20
-"""Longest header of a safetensors file, the format's own limit."""
 MAX_ARRAY_HEADER_BYTES = 10_000
 MAX_EXPANSION = 256
 EXPANSION_FREE_BYTES = 64 << 20
@@ -296,8 +295,7 @@ class TraceFile:
 
     def read_bytes(self, most_bytes: int = MAX_LINE_BYTES) -> bytes:
         """The whole content, digested."""
-        with open_file(self.path, TraceError, most_bytes=most_bytes) as stream:
-            content = stream.read(most_bytes)
+        content = read_file(self.path, TraceError, most_bytes=most_bytes)
         self._sha256 = hashlib.sha256(content).hexdigest()
         self._advance(len(content))
         return content
@@ -417,29 +415,29 @@ class TraceFile:
         header = self.npy_header
         return array_of(header, self.read_bytes(MAX_ARRAY_BYTES)[header.offset :], self.name)
 
-    def safetensors_header(self) -> Mapping[str, Any]:
-        """Name -> {dtype, shape, data_offsets}, and `__metadata__`.
+    @cached_property
+    def safetensors_header(self) -> SafetensorsHeader:
+        """The header of a safetensors file.
 
         Raises:
-            TraceError: it is damaged, or names what is not in the file.
+            TraceError: it is damaged, or the tensors do not fill the file.
         """
-        length = struct.unpack("<Q", self.head[:8])[0]
-        if length > MAX_HEADER_BYTES:
-            raise TraceError(f"has a safetensors header of {length:,} bytes", file=self.name)
         with self.open() as stream:
-            stream.seek(8)
-            header = parse_json(stream.read(length), TraceError, file=self.name)
-        if not isinstance(header, dict):
-            raise TraceError("has a damaged safetensors header", file=self.name)
-        for name, entry in header.items():
-            sound = isinstance(entry, dict) and (
-                all(isinstance(text, str) for text in entry.values())
-                if name == "__metadata__"
-                else _is_entry(entry, self.size - 8 - length)
+            return parse_header(stream, TraceError, self.name)
+
+    def safetensors_array(self, name: str) -> npt.NDArray[Any]:
+        """One tensor of numbers, whole."""
+        entry = self.safetensors_header.tensors[name]
+        if entry.nbytes > MAX_ARRAY_BYTES:
+            raise TraceError(
+                f"has {entry.nbytes:,} bytes", file=self.name, tensor=name, rule=f"at most {MAX_ARRAY_BYTES:,}"
             )
-            if not sound:
-                raise TraceError(f"has a damaged safetensors header: {shown(name)} is {shown(entry)}", file=self.name)
-        return header
+        try:
+            with self.open() as stream:
+                return read_array(stream, self.safetensors_header, entry, TraceError)
+        except TraceError as error:
+            error.file = self.name
+            raise
 
     @cached_property
     def torch_object(self) -> Any:
@@ -548,21 +546,6 @@ def array_of(header: ArrayHeader, content: bytes, name: str) -> npt.NDArray[Any]
     flat = np.frombuffer(content, header.dtype, math.prod(header.shape))
     flat = flat if flat.dtype.isnative else flat.astype(flat.dtype.newbyteorder("="))
     return flat.reshape(header.shape, order="F" if header.fortran_order else "C")
-
-
-def _is_entry(entry: Mapping[str, Any], most_bytes: int) -> bool:
-    """True for a tensor's entry in a safetensors header whose bytes lie in the file."""
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    return (
-        isinstance(entry.get("dtype"), str)
-        and isinstance(shape, list)
-        and all(type(size) is int and 0 <= size < 2**48 for size in shape)
-        and isinstance(offsets, list)
-        and len(offsets) == 2
-        and all(type(offset) is int for offset in offsets)
-        and 0 <= offsets[0] <= offsets[1] <= most_bytes
-        and bool(entry["dtype"])
-    )
 
 
 def _is_document(line: bytes) -> bool:

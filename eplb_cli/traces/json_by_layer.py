@@ -15,8 +15,20 @@ import numpy as np
 from eplb_cli.errors import TraceError
 from eplb_cli.traces.counts import json_matrix
 from eplb_cli.traces.files import Container, TraceFile
-from eplb_cli.traces.protocol import CountBlock, LayerAxis, Match, ReadOptions, Recording, Space, matches, no_match
+from eplb_cli.traces.numbers import whole_number
+from eplb_cli.traces.protocol import (
+    MOST_EXPERTS,
+    CountBlock,
+    LayerAxis,
+    Match,
+    ReadOptions,
+    Recording,
+    Space,
+    matches,
+    no_match,
+)
 from eplb_cli.traces.sparse import dense_counts
+from eplb_cli.untrusted import shown
 
 __all__ = ["HeatMapReader", "PlumbMoeReader", "SaliencyReader"]
 
@@ -118,7 +130,7 @@ class PlumbMoeReader:
         """One window a file."""
         for file in recording.files:
             entries = [
-                (int(layer["layer_id"]), int(expert["expert_id"]), _count(layer, expert, file))
+                (_id(layer, "layer_id", file), _id(expert, "expert_id", file), _count(layer, expert, file))
                 for layer in file.document["layers"]
                 for expert in layer["experts"]
             ]
@@ -138,6 +150,10 @@ def _complete(entries: list[tuple[int, int, int]]) -> int | None:
     return len(first) if complete and first else None
 
 
+def _id(entry: dict[str, Any], key: str, file: TraceFile) -> int:
+    return whole_number(entry[key], key, file.name, most=MOST_EXPERTS)
+
+
 def _count(layer: dict[str, Any], expert: dict[str, Any], file: TraceFile) -> int:
     return _whole(expert["token_count"], file, int(layer["layer_id"]), int(expert["expert_id"]))
 
@@ -148,9 +164,9 @@ def _section(file: TraceFile, key: str) -> Any:
 
 
 def _whole(count: Any, file: TraceFile, layer: int, expert: int) -> int:
-    if isinstance(count, bool) or not isinstance(count, int | float) or not (count >= 0 and count % 1 == 0):
+    if isinstance(count, bool) or not isinstance(count, int | float) or not (0 <= count < 2**62 and count % 1 == 0):
         raise TraceError(
-            f"load is {count!r}",
+            f"load is {shown(count)}",
             file=file.name,
             layer=layer,
             expert=expert,

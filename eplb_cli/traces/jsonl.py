@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -56,11 +56,14 @@ class _BadLineError(Exception):
         self.line, self.problem = line, problem
 
 
+_Number = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+
+
 class _Route(msgspec.Struct, gc=False):
     type: str = ""
-    layer: int = -1
-    topk_ids: tuple[int, ...] = ()
-    layers_logged: tuple[int, ...] | None = None
+    layer: _Number = -1
+    topk_ids: tuple[_Number, ...] = ()
+    layers_logged: tuple[_Number, ...] | None = None
 
 
 def read_routes(file: TraceFile, recording: Recording) -> Iterator[RouteLines]:

@@ -25,6 +25,8 @@ LAYER = re.compile(r"layer[_-]?(\d+)", re.IGNORECASE)
 ITERATION = re.compile(r"iter(?:ation)?[_-]?(\d+)", re.IGNORECASE)
 LINES_A_BLOCK = 1024
 MAX_TOP_K = 64
+MOST_LINE_BYTES = 64 << 20
+"""Longest line of text: a sequence of a million tokens of the largest top-k."""
 
 
 class EsftReader:
@@ -93,14 +95,15 @@ def _layer_of(file: TraceFile) -> int | None:
 
 def _ids(file: TraceFile) -> Iterator[list[int]]:
     with file.open() as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE_BYTES + 1), b""), 1):
+            if len(line) > MOST_LINE_BYTES:
+                raise TraceError("is too long", file=file.name, row=number, rule=f"at most {MOST_LINE_BYTES:,} bytes")
             if not line.strip():
                 continue
-            ids = line.rstrip(b"\r\n").partition(b"\t\t")[0]
-            try:
-                yield [int(cell) for cell in ids.split(b"\t")]
-            except ValueError:
-                raise TraceError("an id is no number", file=file.name, row=number) from None
+            ids = line.rstrip(b"\r\n").partition(b"\t\t")[0].split(b"\t")
+            if any(len(cell) > 9 or not cell.strip().isdigit() for cell in ids):
+                raise TraceError("an id is no number", file=file.name, row=number, rule="ids are whole numbers")
+            yield [int(cell) for cell in ids]
 
 
 class StepReader:

@@ -7,6 +7,7 @@ something else; both are left out. The config's `eplb_expert_map_file` is the ma
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,9 @@ import numpy.typing as npt
 from eplb_cli.errors import TraceError
 from eplb_cli.loads import PHASES
 from eplb_cli.traces.files import Container, TraceFile
+from eplb_cli.traces.numbers import whole_number
 from eplb_cli.traces.protocol import (
+    MOST_EXPERTS,
     CountBlock,
     LayerAxis,
     Match,
@@ -31,6 +34,7 @@ from eplb_cli.traces.protocol import (
 )
 from eplb_cli.traces.ranks import check_ranks
 from eplb_cli.traces.tables import csv_header, number_matrix
+from eplb_cli.untrusted import shown
 
 __all__ = ["MindieReader"]
 
@@ -70,8 +74,8 @@ class MindieReader:
     def read(self, recording: Recording) -> Iterator[CountBlock]:
         """One window a block of rows; the stages of a folder one after the other."""
         config, where = _config(recording)
-        layers = int(config["num_moe_layers"])
-        if int(config.get("num_dangling_shared_experts") or 0):
+        layers = whole_number(config["num_moe_layers"], "num_moe_layers", where, most=MOST_EXPERTS)
+        if config.get("num_dangling_shared_experts"):
             raise TraceError(
                 "num_dangling_shared_experts is not 0",
                 file=where,
@@ -80,9 +84,10 @@ class MindieReader:
             )
         picked = config.get("num_of_selected_experts")
         if picked:
-            recording.top_k = int(picked[0] if isinstance(picked, list) else picked)
+            picked = picked[0] if isinstance(picked, list) else picked
+            recording.top_k = whole_number(picked, "num_of_selected_experts", where, most=MOST_EXPERTS)
         table = _map(config, where)
-        experts = recording.options.num_experts or int(config["num_of_experts"])
+        experts = recording.options.num_experts or whole_number(config["num_of_experts"], "num_of_experts", where)
         for stage in ("prefill", "decode"):
             ranks = {}
             for file in recording.files:
@@ -109,6 +114,8 @@ def _stage(
     if len(set(lengths.values())) > 1:
         raise TraceError(f"ranks have different numbers of rows: {lengths}", file=recording.folder)
     rows = lengths[min(lengths)]
+    if not layers:
+        raise TraceError("num_moe_layers is 0", file=recording.folder, rule="a recording has MoE layers")
     if rows % layers and rows % (layers + 1) == 0:
         layers += 1  # a draft (MTP) layer follows the MoE layers
     if rows % layers:
@@ -152,11 +159,13 @@ def _map(config: Mapping[str, Any], where: str) -> npt.NDArray[np.int64] | None:
     name = config.get("eplb_expert_map_file")
     if not name:
         return None
+    if not isinstance(name, str) or "\0" in name:
+        raise TraceError(f"eplb_expert_map_file is {shown(name)}", file=where, rule="a file's name is expected")
     candidates = [Path(name), Path(where).parent / Path(name).name]
-    path = next((path for path in candidates if path.is_file()), None)
+    path = next((path for path in candidates if os.path.isfile(path)), None)  # noqa: PTH113 - no OSError
     if path is None:
         raise TraceError(
-            f"the map in force, {name}, is not here",
+            f"the map in force, {shown(name)}, is not here",
             file=where,
             rule="physical against logical is never guessed",
             hint=f"Copy it beside {CONFIG}.",

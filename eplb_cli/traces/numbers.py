@@ -8,10 +8,25 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
+from eplb_cli.untrusted import shown
 
-__all__ = ["fold_physical", "integral_counts"]
+__all__ = ["fold_physical", "integral_counts", "whole_number"]
+
+MOST = 1 << 62
+"""Largest step, token or other number of a recording: sums of two still fit in 64 bits."""
 
 RULE = "loads must be whole numbers, finite and >= 0"
+
+
+def whole_number(value: object, what: str, file: str, *, row: int | None = None, most: int = MOST) -> int:
+    """`value`, which must be a whole number 0..most.
+
+    Raises:
+        TraceError: it is of another type, or out of range.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise TraceError(f"{what} is {shown(value)}", file=file, row=row, rule=f"a whole number 0..{most} is expected")
+    return value
 
 
 def integral_counts(counts: npt.NDArray[Any], layer_ids: npt.NDArray[np.int64], file: str) -> npt.NDArray[np.int64]:
@@ -27,7 +42,7 @@ def integral_counts(counts: npt.NDArray[Any], layer_ids: npt.NDArray[np.int64], 
     elif counts.dtype.kind == "u":
         bad = counts > np.uint64(np.iinfo(np.int64).max)
     else:
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):  # 2^63 is inf as float16
             bad = ~((counts >= 0) & (counts < 2.0**63) & (np.floor(counts) == counts))
     if bad.any():
         window, layer, column = (int(i) for i in np.argwhere(bad)[0])

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 
 from eplb_cli.errors import TraceError
 from eplb_cli.traces.protocol import RankDumps, Recording
 
 __all__ = ["check_ranks", "missing_numbers", "name_gaps"]
 
+MOST_NAMED = 64
+"""A file's own numbers say how many are missing: as many as they like."""
+
 
 def missing_numbers(present: Collection[int], *, first: int | None = None, last: int | None = None) -> list[int]:
-    """Whole numbers between the least and the greatest (or the given ends) that are absent."""
+    """The first whole numbers between the least and the greatest (or the given ends) that are absent."""
     if not present:
         return []
     low, high = min(present) if first is None else first, max(present) if last is None else last
-    return [number for number in range(low, high + 1) if number not in set(present)]
+    there = set(present)
+    return list(islice((number for number in range(low, high + 1) if number not in there), MOST_NAMED))
 
 
 def check_ranks(present: Collection[int], recording: Recording, *, expected: int | None = None) -> None:
@@ -49,6 +54,7 @@ def name_gaps(steps: Collection[int], recording: Recording, what: str) -> None:
     """Warn of steps that are missing between the first and the last."""
     absent = missing_numbers(steps)
     if absent:
-        shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-        noun = what if len(absent) == 1 else f"{what}s"
-        recording.warnings.append(f"{len(absent)} {noun} missing between the first and the last: {shown}")
+        number = max(steps) - min(steps) + 1 - len(set(steps))
+        shown = ", ".join(map(str, absent[:8])) + (", ..." if number > 8 else "")
+        noun = what if number == 1 else f"{what}s"
+        recording.warnings.append(f"{number} {noun} missing between the first and the last: {shown}")

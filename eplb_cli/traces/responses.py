@@ -12,7 +12,7 @@ import numpy.typing as npt
 from eplb_cli.errors import TraceError
 from eplb_cli.traces.files import Container, TraceFile
 from eplb_cli.traces.protocol import ALL, DECODE, PREFILL, LayerAxis, Recording, TokenBlock
-from eplb_cli.untrusted import parse_json
+from eplb_cli.untrusted import parse_json, shown
 
 __all__ = ["FIELD", "Choice", "blocks_of_choice", "choices_of_file", "first_payload"]
 
@@ -48,7 +48,7 @@ def choices_of_file(file: TraceFile, recording: Recording | None = None) -> Iter
             if recording is not None:
                 recording.warnings.append(f"{file.label}: the last line ({line}) is cut and was left out")
             continue
-        for group in _responses(record, 0):
+        for group in _responses(record, 0, f"{file.name} (line {line})"):
             payloads = [(index, payload) for index, payload in group.payloads if payload is not None]
             if recording is not None:
                 recording.drop("choices_without_routing", len(group.payloads) - len(payloads))
@@ -64,7 +64,7 @@ def first_payload(file: TraceFile) -> Any:
         record = [item for _, item, cut in _records(file) if not cut]
     else:
         return None
-    return next((p for group in _responses(record, 0) for _, p in group.payloads if p is not None), None)
+    return next((p for group in _responses(record, 0, file.name) for _, p in group.payloads if p is not None), None)
 
 
 def blocks_of_choice(
@@ -107,37 +107,46 @@ class _Response:
     cached: int
 
 
-def _responses(record: Any, depth: int) -> Iterator[_Response]:
+def _responses(record: Any, depth: int, where: str) -> Iterator[_Response]:
     """Responses anywhere inside a record: OpenAI's `choices`, SGLang's `meta_info`, or a bare `routed_experts`."""
     if depth > MAX_DEPTH:
         return
     if isinstance(record, list):
         for item in record:
-            yield from _responses(item, depth + 1)
+            yield from _responses(item, depth + 1, where)
         return
     if not isinstance(record, dict):
         return
     choices = record.get("choices")
     if isinstance(choices, list) and any(isinstance(c, dict) and _payload(c) is not None for c in choices):
-        usage = record.get("usage") or {}
-        details = usage.get("prompt_tokens_details") or {}
+        usage = _told(record, "usage", dict, where) or {}
+        details = _told(usage, "prompt_tokens_details", dict, where) or {}
         yield _Response(
             [(i, _payload(choice)) for i, choice in enumerate(choices) if isinstance(choice, dict)],
-            usage.get("prompt_tokens"),
-            usage.get("completion_tokens"),
-            details.get("cached_tokens") or 0,
+            _told(usage, "prompt_tokens", int, where),
+            _told(usage, "completion_tokens", int, where),
+            _told(details, "cached_tokens", int, where) or 0,
         )
     elif FIELD in record:
         yield _Response(
             [(0, record[FIELD])],
-            record.get("prompt_tokens"),
-            record.get("completion_tokens"),
-            record.get("cached_tokens") or 0,
+            _told(record, "prompt_tokens", int, where),
+            _told(record, "completion_tokens", int, where),
+            _told(record, "cached_tokens", int, where) or 0,
         )
     else:
         for value in record.values():
             if isinstance(value, dict | list):
-                yield from _responses(value, depth + 1)
+                yield from _responses(value, depth + 1, where)
+
+
+def _told(holder: dict[str, Any], key: str, kind: type[Any], where: str) -> Any:
+    """What a response says, of the type that it must have; None when it does not say."""
+    value = holder.get(key)
+    if value is None or (type(value) is kind and not (kind is int and not 0 <= value < 2**48)):
+        return value
+    noun = "a number of tokens" if kind is int else "an object"
+    raise TraceError(f"{key} is {shown(value)}", file=where, rule=f"{noun} is expected")
 
 
 def _payload(choice: dict[str, Any]) -> Any:

@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
 from eplb_cli.traces.files import Container, TraceFile
+from eplb_cli.traces.numbers import whole_number
 from eplb_cli.traces.protocol import (
+    MOST_EXPERTS,
     CountBlock,
     LayerAxis,
     Match,
@@ -32,7 +34,7 @@ from eplb_cli.traces.ranks import check_ranks, name_gaps
 
 __all__ = ["TensorrtLlmReader"]
 
-KEY = re.compile(r"(\d+)_(\d+)")
+KEY = re.compile(r"(0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,8})")
 RANK = re.compile(r"rank(\d+)\.safetensors$")
 RANK_TOKENS = re.compile(r"rank(\d+)_numtokens\.json$")
 META_KEYS = {"num_experts", "num_experts_per_token"}
@@ -59,20 +61,22 @@ class TensorrtLlmReader:
             return no_match()
         if file.container is not Container.safetensors:
             return no_match()
-        tensors = {name: entry for name, entry in file.safetensors_header().items() if name != "__metadata__"}
+        tensors = file.safetensors_header.tensors
         if not tensors or not all(KEY.fullmatch(name) for name in tensors):
             return near_miss("its tensors are not called {iteration}_{layer}", 5)
-        if file.path.name.endswith("_raw.safetensors") or any(len(entry["shape"]) == 2 for entry in tensors.values()):
+        if file.path.name.endswith("_raw.safetensors") or any(len(entry.shape) == 2 for entry in tensors.values()):
             return matches("raw ids", 95, skip="it holds the raw ids of what rank*.safetensors counts")
         return matches("its tensors are called {iteration}_{layer}", 95)
 
     def read(self, recording: Recording) -> Iterator[CountBlock]:
         """One window an iteration, summed over ranks."""
         meta = _meta(recording)
-        columns = int(meta["num_experts"])
-        recording.top_k = int(meta["num_experts_per_token"])
+        columns, recording.top_k, ep_size = (
+            whole_number(meta.get(key, 0), f"{key} of meta_info.json", str(recording.folder), most=MOST_EXPERTS)
+            for key in ("num_experts", "num_experts_per_token", "ep_size")
+        )
         ranks = _by_rank(recording)
-        check_ranks(ranks, recording, expected=meta.get("ep_size"))
+        check_ranks(ranks, recording, expected=ep_size or None)
         keys: set[tuple[int, int]] | None = None
         totals: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         for file in ranks.values():
@@ -140,24 +144,17 @@ def _by_rank(recording: Recording) -> dict[int, TraceFile]:
 
 
 def _read(file: TraceFile, columns: int) -> dict[tuple[int, int], npt.NDArray[np.int64]]:
-    from safetensors import SafetensorError, safe_open
-
     found = {}
-    try:
-        with safe_open(file.path, framework="numpy") as reader:
-            for name in reader.keys():  # noqa: SIM118
-                counts = reader.get_tensor(name)
-                match = KEY.fullmatch(name)
-                if match is None or counts.shape != (columns,) or counts.dtype.kind not in "iu":
-                    raise TraceError(
-                        f"{counts.dtype} {list(counts.shape)}",
-                        file=file.name,
-                        tensor=name,
-                        rule=f"integers [num_experts = {columns}] of meta_info.json are expected",
-                    )
-                found[int(match[1]), int(match[2])] = counts.astype(np.int64)
-    except (SafetensorError, OSError) as error:
-        raise TraceError(f"cannot be read as safetensors ({error})", file=file.name) from error
+    for name, entry in file.safetensors_header.tensors.items():
+        match = KEY.fullmatch(name)
+        if match is None or entry.shape != (columns,) or entry.numpy_dtype.kind not in "iu":
+            raise TraceError(
+                f"{entry.dtype} {list(entry.shape)}",
+                file=file.name,
+                tensor=name,
+                rule=f"integers [num_experts = {columns}] of meta_info.json are expected",
+            )
+        found[int(match[1]), int(match[2])] = file.safetensors_array(name).astype(np.int64)
     return found
 
 
@@ -167,15 +164,15 @@ def _tokens(recording: Recording, ranks: Mapping[int, TraceFile]) -> dict[int, i
     for file in recording.companions:
         match = RANK_TOKENS.search(file.path.name)
         if match:
-            files[int(match[1])] = file.document
+            files[int(match[1])] = file
     if not files.keys() >= ranks.keys():
         return {}
     tokens: dict[int, int] = {}
-    for document in (files[rank] for rank in ranks):
+    for file in (files[rank] for rank in ranks):
         own: dict[int, int] = {}
-        for key, count in document.items():
+        for key, count in file.document.items():
             iteration = int(key.split("_")[0])
-            own[iteration] = max(own.get(iteration, 0), int(count))
+            own[iteration] = max(own.get(iteration, 0), whole_number(count, f"{key}", file.name))
         for iteration, count in own.items():
             tokens[iteration] = tokens.get(iteration, 0) + count
     return tokens

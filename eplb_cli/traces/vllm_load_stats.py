@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from eplb_cli.errors import TraceError
 from eplb_cli.traces.files import TraceFile
+from eplb_cli.traces.numbers import whole_number
 from eplb_cli.traces.protocol import (
     CountBlock,
     LayerAxis,
@@ -28,6 +29,7 @@ from eplb_cli.traces.protocol import (
     no_match,
 )
 from eplb_cli.traces.ranks import name_gaps
+from eplb_cli.untrusted import shown
 
 __all__ = ["VllmLoadStatsReader"]
 
@@ -51,7 +53,7 @@ class VllmLoadStatsReader:
             return matches(f"the first record is {record['record_type']}", 95)
         if f'"{STATS}"'.encode() in file.head:
             return matches(f"holds {STATS} records", 90)
-        return near_miss(f"record_type is {record['record_type']!r}", 30)
+        return near_miss(f"record_type is {shown(record['record_type'])}", 30)
 
     def read(self, recording: Recording) -> Iterator[CountBlock]:
         """One window a record, each folded by its own map."""
@@ -69,7 +71,10 @@ def _read_file(file: TraceFile, recording: Recording) -> Iterator[CountBlock]:
         kind = record.get("record_type") if isinstance(record, dict) else None
         if kind in (META, STATS) and record.get("version", VERSION) != VERSION:
             raise TraceError(
-                f"{kind} has version {record['version']}", file=file.name, row=line, rule=f"version {VERSION} is known"
+                f"{kind} has version {shown(record['version'])}",
+                file=file.name,
+                row=line,
+                rule=f"version {VERSION} is known",
             )
         if kind == META:
             meta += 1
@@ -83,7 +88,7 @@ def _read_file(file: TraceFile, recording: Recording) -> Iterator[CountBlock]:
                 )
         elif kind == STATS:
             stats += 1
-            step = record.get("step", stats - 1)
+            step = whole_number(record.get("step", stats - 1), "step", file.name, row=line)
             counts, table = (_matrix(record, key, file, line) for key in ("expert_load", "p2l_map"))
             if counts.shape != table.shape:
                 raise TraceError(
@@ -92,12 +97,12 @@ def _read_file(file: TraceFile, recording: Recording) -> Iterator[CountBlock]:
                     row=line,
                     rule=f"p2l_map is {list(table.shape)}",
                 )
-            steps.append(int(step))
+            steps.append(step)
             yield CountBlock(
                 counts[None],
                 LayerAxis(len(counts), ordinal=True),
                 f"{file.name} (line {line})",
-                np.array([int(step)]),
+                np.array([step]),
                 space=Space.physical,
                 physical_to_logical=table,
             )
@@ -115,7 +120,7 @@ def _read_file(file: TraceFile, recording: Recording) -> Iterator[CountBlock]:
 def _matrix(record: dict[str, Any], key: str, file: TraceFile, line: int) -> npt.NDArray[Any]:
     try:
         array = np.array(record.get(key))
-    except ValueError:
+    except (ValueError, OverflowError):
         array = np.zeros(0)
     if array.ndim != 2 or array.dtype.kind not in "iuf" or (key == "p2l_map" and array.dtype.kind == "f"):
         raise TraceError(f"`{key}` is not a list of equal lists of numbers", file=file.name, row=line)

@@ -16,6 +16,7 @@ from eplb_cli.errors import TraceError
 from eplb_cli.traces.files import TraceFile
 from eplb_cli.traces.jsonl import RouteLines, read_routes
 from eplb_cli.traces.protocol import LayerAxis, Match, ReadOptions, Recording, TokenBlock, matches, near_miss, no_match
+from eplb_cli.untrusted import shown
 
 __all__ = ["VllmRoutesReader"]
 
@@ -40,7 +41,7 @@ class VllmRoutesReader:
             return matches("the first record is a route", 95)
         if record.get("type") == "meta" and ("layers_logged" in record or b'"route"' in file.head):
             return matches("the first record is the meta of routes", 95)
-        return near_miss(f"its type is {record['type']!r}", 20) if "type" in record else no_match()
+        return near_miss(f"its type is {shown(record['type'])}", 20) if "type" in record else no_match()
 
     def read(self, recording: Recording) -> Iterator[TokenBlock]:
         """Tokens in order, all layers side by side."""

@@ -11,11 +11,12 @@ a process of its own, forked from one that has imported everything, with a limit
     ok          the input was read
     refused     an EplbError that names a file
     nameless    an EplbError that names no file
+    netted      a trace's reader tripped (TypeError, LookupError, ...), and only the last net gave its file a name
     internal    any other exception, or a process that died
     memory      more than the limit was asked for
     hang        no answer in time
 
-The last four are defects: their inputs are saved under `build/fuzz/TARGET/CASE-VERDICT/`, with the exception's text,
+The last five are defects: their inputs are saved under `build/fuzz/TARGET/CASE-VERDICT/`, with the exception's text,
 and the counts of the run in `build/fuzz/TARGET/counts.json`; with one of them the run fails. A new kind of input is a
 line in `seeds.py` and, when nothing reads it yet, a function in `targets.py`.
 """

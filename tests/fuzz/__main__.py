@@ -23,7 +23,7 @@ from tests.fuzz.mutations import mutate
 __all__ = ["DEFECTS", "OUT", "fuzz", "main"]
 
 OUT = Path(__file__).parents[2] / "build" / "fuzz"
-DEFECTS = ("nameless", "internal", "memory", "hang")
+DEFECTS = ("nameless", "netted", "internal", "memory", "hang")
 MEMORY_BYTES = 1 << 30
 """What a case may ask for beyond what the imports take."""
 CPU_SECONDS, WALL_SECONDS = 20, 60
@@ -70,11 +70,13 @@ def write_case(files: dict[str, bytes | str], folder: Path) -> None:
 def judge(target: str, folder: Path) -> tuple[str, str]:
     """The verdict on a folder, and the text that goes with it."""
     from eplb_cli.errors import EplbError
-    from tests.fuzz.targets import TARGETS
+    from tests.fuzz.targets import TARGETS, is_netted
 
     try:
         TARGETS[target](folder)
     except EplbError as error:
+        if is_netted(error):
+            return "netted", traceback.format_exc()
         text = str(error)
         text.encode()  # a lone surrogate could not be printed
         return ("refused" if error.file is not None or str(folder) in text else "nameless"), f"{text}\n{error.hint}"

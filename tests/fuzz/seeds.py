@@ -136,7 +136,9 @@ def _traces() -> list[Seed]:
         _written(lambda f: TestSglangPasses().write(f)),
         _written(lambda f: TestSglangPasses().write(f, forward_mode=2, positions=torch.arange(7))),
         {"ep.json": _json({"logical_count": np.pad(counts[0], ((1, 0), (0, 0))).tolist()})},
-        _written(lambda f: [TestSglangCsv().write(f, r, [(1, 2, 3 + r), (2, 0, 5), (3, 7, 4)]) for r in (1, 0)]),
+        _written(
+            lambda f: [TestSglangCsv().write(f, r, [(1, 2, 3 + r), (1, 5, 1), (2, 0, 5), (3, 7, 4)]) for r in (1, 0)]
+        ),
         {"sglang.json": _json(bare.record(bare.ids(14), prompt_tokens=10, completion_tokens=5, cached_tokens=3))},
         {"lmdeploy.jsonl": _json({"meta_info": {"routed_experts": bare.ids(6).tolist()}}) + b"\n{}\n"},
         _written(lambda f: TestTensorrtLlm().write(f)),
