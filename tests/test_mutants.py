@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import random
 import shutil
 import subprocess
 import sys
@@ -9,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.slips import Place, Source, changes, slips
+from tests.mutants.__main__ import _judge, _listed, _sample, dangerous
+from tests.mutants.slips import Place, Slip, Source, changes, slips
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -86,6 +89,38 @@ def test_a_mistake_is_looked_for_by_those_who_run_its_statement() -> None:
         8: Place(range(8, 9), None),
         9: Place(range(9, 10), None),
     }
+
+
+SIGNALS = {"kill", "killpg", "pidfd_send_signal", "raise_signal", "send_signal", "terminate"}
+
+
+def test_no_mistake_is_put_into_code_that_signals_processes() -> None:
+    """Such a mistake ended every process of the machine once."""
+    found = set()
+    for path in sorted((REPOSITORY / "eplb_cli").rglob("*.py")):
+        file, source = str(path.relative_to(REPOSITORY)), Source(path.read_text())
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and node.attr in SIGNALS:
+                found.add(file)
+                assert dangerous(source, Slip(file, source.start(node), source.end(node), "", "")), (file, node.lineno)
+    assert found == {"eplb_cli/serve/server.py", "eplb_cli/serve/session.py"}
+
+
+def test_a_dangerous_mistake_is_neither_made_nor_judged() -> None:
+    sources = {
+        file: Source((REPOSITORY / file).read_text())
+        for file in ("eplb_cli/serve/session.py", "eplb_cli/serve/server.py")
+    }
+    made = _sample(sources, list(sources), 10_000, random.Random(0), [])
+    assert {mutant.slip.file for mutant in made} == {"eplb_cli/serve/server.py"}
+    server = sources["eplb_cli/serve/server.py"]
+    old = "end_all(self.process.pid)"
+    assert not any(server.text.index("def stop") < mutant.slip.start < server.text.index(old) for mutant in made)
+    listed = _listed(server, {"file": "eplb_cli/serve/server.py", "old": old, "new": "end_all(0)", "meaning": ""})
+    assert listed is not None
+    # Without a copy or tests to run: it would fail if it went on.
+    verdict = _judge(listed, sources, None, None, False)  # type: ignore[arg-type]
+    assert verdict.verdict == "never run"
 
 
 @pytest.fixture

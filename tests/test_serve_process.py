@@ -25,6 +25,7 @@ from eplb_cli.metrics import initial_map
 from eplb_cli.placement import Placement
 from eplb_cli.serve import InForce, Launch, Server, prepare, without_plan
 from eplb_cli.serve import server as server_module
+from eplb_cli.serve import session as session_module
 from eplb_cli.serve.address import Connection, require_free
 from eplb_cli.serve.arguments import read_arguments
 from eplb_cli.serve.batch import record_batch
@@ -236,6 +237,12 @@ def test_workers_of_any_group_end_with_the_server(fake: Fake) -> None:
     assert ended(int((fake.folder / "worker").read_text()))
 
 
+def test_workers_end_with_a_server_that_ended_by_itself(fake: Fake) -> None:
+    with Server(fake.launch(exit=3, worker=str(fake.folder / "worker"))) as server:
+        assert server.wait() == 3
+        assert ended(int((fake.folder / "worker").read_text()))
+
+
 def test_a_server_that_does_not_end_politely_is_killed(fake: Fake) -> None:
     with Server(fake.launch(ignore=["SIGTERM"], worker=str(fake.folder / "worker")), patience=0.1) as server:
         fake.wait_for("listening")
@@ -375,6 +382,65 @@ def test_the_key_goes_to_the_server_that_was_started(fake: Fake, monkeypatch: py
     with Server(fake.launch("--api-key", "secret")) as server:
         assert server.wait_until_healthy()
     assert set(fake.events("GET")) == {"GET /health Bearer secret"}
+
+
+# --- whose processes are ended -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Ids of processes that would be killed in one round; none is."""
+    ids: set[int] = set()
+    monkeypatch.setattr(session_module, "_ROUNDS", 1)
+    monkeypatch.setattr(os, "kill", lambda process, _: ids.add(process))
+    return ids
+
+
+@contextmanager
+def family(*, own_session: bool) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """A child, its worker in a process group of its own, and its worker in a session of its own; until stdin closes."""
+    worker = "[sys.executable, '-c', 'import sys; sys.stdin.read()']"
+    program = (
+        f"import subprocess, sys\na = subprocess.Popen({worker}, process_group=0)\n"
+        f"b = subprocess.Popen({worker}, start_new_session=True)\n"
+        "print(a.pid, b.pid, flush=True)\nsys.stdin.read(), a.wait(), b.wait()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=own_session
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        grouped, apart = map(int, child.stdout.readline().split())
+        yield child, grouped, apart
+        child.stdin.close()
+
+
+@pytest.mark.parametrize("every", ["processes_of", "_lives_in"])
+def test_either_of_two_looks_spares_who_is_not_of_the_session(
+    killed: set[int], monkeypatch: pytest.MonkeyPatch, every: str
+) -> None:
+    everybody = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    with family(own_session=True) as (child, grouped, apart):
+        found = [*everybody, child.pid, grouped, apart]
+        monkeypatch.setattr(
+            session_module, every, {"processes_of": lambda _: found, "_lives_in": lambda *_: True}[every]
+        )
+        session_module.end_all(child.pid)
+    assert killed == {child.pid, grouped}
+
+
+def test_only_a_session_that_a_child_of_ours_leads_is_ended(killed: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    with family(own_session=True) as (child, grouped, apart), family(own_session=False) as (same_session, *_):
+        monkeypatch.setattr(session_module, "processes_of", lambda _: [child.pid, grouped])
+        monkeypatch.setattr(session_module, "_lives_in", lambda *_: True)
+        for leader in (0, 1, -1, os.getpid(), os.getppid(), os.getsid(0), grouped, apart, same_session.pid):
+            session_module.end_all(leader)
+        assert not killed
+        session_module.end_all(child.pid)
+        assert killed == {child.pid, grouped}
+        killed.clear()
+    # Waited for: its id may be another's by now.
+    session_module.end_all(child.pid)
+    assert not killed
 
 
 # --- whose address it is -----------------------------------------------------------------------------------------

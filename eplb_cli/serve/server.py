@@ -22,7 +22,7 @@ from typing import Any, Literal
 from eplb_cli.errors import ServeError
 from eplb_cli.serve.address import Connection, require_free
 from eplb_cli.serve.launch import Launch
-from eplb_cli.serve.session import end_all
+from eplb_cli.serve.session import end_all, has_ended, wait_for_end
 from eplb_cli.untrusted import parse_json
 from eplb_cli.vllm_plugin.settings import VARIABLES
 from eplb_cli.vllm_plugin.status import read_records
@@ -30,6 +30,7 @@ from eplb_cli.vllm_plugin.status import read_records
 __all__ = ["InForce", "Server"]
 
 POLL_SECONDS = 0.25
+END_POLL_SECONDS = 0.05
 HEALTH_SECONDS = 2.0
 MOST_ANSWER_BYTES = 64 << 20
 """Largest answer that is read; log probabilities of thousands of tokens need a few MB."""
@@ -99,21 +100,32 @@ class Server:
 
     def stop(self) -> None:
         """End vLLM and everything it started: politely first."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(self.patience)
-        end_all(self.process.pid)
+        if not self.has_ended():
+            self._forward(signal.SIGTERM, None)
+            patience_ends = time.monotonic() + self.patience
+            while not self.has_ended() and time.monotonic() < patience_ends:
+                time.sleep(END_POLL_SECONDS)
+        if self.process.returncode is None:
+            # Before vLLM is waited for: its id stands for its session no longer than that.
+            end_all(self.process.pid)
         self.process.wait()
+
+    def has_ended(self) -> bool:
+        """Whether vLLM has ended; what it started may go on until `stop`."""
+        return self.process.returncode is not None or has_ended(self.process.pid)
 
     def _forward(self, number: int, _: object) -> None:
         """Pass a signal to vLLM, which ends in its own way; the exit code is then its."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)  # Popen's own way would wait for a process that has ended
 
     def wait(self) -> int:
-        """vLLM's exit code; 128 + n when signal n ended it."""
-        code = self.process.wait()
+        """vLLM's exit code, once all it started has ended too; 128 + n when signal n ended it."""
+        if self.process.returncode is None:
+            wait_for_end(self.process.pid)
+        self.stop()
+        code = self.process.returncode
         return 128 - code if code < 0 else code
 
     def wait_for_proof(self) -> InForce | None:
@@ -135,7 +147,7 @@ class Server:
                     rule="every EP rank must report it",
                     hint="Is eplb installed in the environment that vLLM runs in, on every node?",
                 )
-            if self.process.poll() is not None:
+            if self.has_ended():
                 self._records()  # a failure written just before the end
                 return None
             time.sleep(POLL_SECONDS)
@@ -150,7 +162,7 @@ class Server:
         """
         while not self.launch.arguments.headless and not self.is_healthy():
             self._records()
-            if self.process.poll() is not None:
+            if self.has_ended():
                 return False
             time.sleep(POLL_SECONDS)
         self._require_recording()

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = ["end_all", "holds", "processes_of"]
+__all__ = ["end_all", "has_ended", "holds", "processes_of", "wait_for_end"]
 
 _ROUNDS, _ROUND_SECONDS = 500, 0.01
 """How long killed processes are waited for: one that the kernel does not let go must not hold eplb."""
@@ -35,11 +35,29 @@ def holds(session: int, target: str) -> bool:
     return False
 
 
-def end_all(session: int) -> None:
-    """Kill every process of the session, and those that they start meanwhile."""
+def has_ended(leader: int) -> bool:
+    """Whether a child of ours has ended. It is not waited for: its id is nobody else's until then."""
+    try:
+        return os.waitid(os.P_PID, leader, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:  # the kernel was told to forget the children of this process
+        return True
+
+
+def wait_for_end(leader: int) -> None:
+    """Sleep until a child of ours `has_ended`."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, leader, os.WEXITED | os.WNOWAIT)
+
+
+def end_all(leader: int) -> None:
+    """Kill every process of the session of `leader`, and those that they start meanwhile.
+
+    Only while `leader` is a child of ours that leads a session of its own and was not waited for: its id then cannot
+    have become another's, and its session holds its descendants alone. Else nothing is killed.
+    """
     for _ in range(_ROUNDS):
-        alive = [process for process in processes_of(session) if not _is_ended(process)]
-        if not alive:
+        alive = [process for process in processes_of(leader) if _lives_in(leader, process)]
+        if not alive or not _leads_a_session_of_ours(leader):
             return
         for process in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -47,8 +65,20 @@ def end_all(session: int) -> None:
         time.sleep(_ROUND_SECONDS)
 
 
-def _is_ended(process: int) -> bool:
-    """Whether a process waits only for its parent to take notice."""
+def _leads_a_session_of_ours(leader: int) -> bool:
+    try:
+        os.waitid(os.P_PID, leader, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # refused for all but our children
+        return os.getsid(leader) == leader != os.getsid(0)
+    except OSError:
+        return False
+
+
+def _lives_in(session: int, process: int) -> bool:
+    """Whether a process is of the session by its own record, and not one that waits only to be taken notice of.
+
+    Asked besides the list, so that no single mistake turns the kill against others' processes.
+    """
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    return True
+        state, _, _, its_session, *_ = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return state not in "ZX" and int(its_session) == session
+    return False

@@ -34,12 +34,13 @@ WANTED = 0.95
 FIRST, MOST_SECONDS = 6, 60.0
 """The quickest tests are tried by themselves before the rest; tests beyond this time in all are left out."""
 
-NOTICED, MISSED, TIMED_OUT, UNREACHED, EQUIVALENT, GONE = (
+NOTICED, MISSED, TIMED_OUT, UNREACHED, EQUIVALENT, NEVER, GONE = (
     "noticed",
     "NOT NOTICED",
     "timed out",
     "only engine tests",
     "equivalent",
+    "never run",
     "GONE",
 )
 
@@ -110,8 +111,8 @@ def main() -> int:
     return int(share < WANTED or bool(gone))
 
 
-def _rows(name: str) -> list[dict]:
-    return tomllib.loads((HERE / name).read_text()).get("mutant", [])
+def _rows(name: str, kind: str = "mutant") -> list[dict]:
+    return tomllib.loads((HERE / name).read_text()).get(kind, [])
 
 
 def _listed(source: Source, row: dict) -> Mutant | None:
@@ -142,10 +143,21 @@ def _sample(
             break
         candidates = by_line[file, line]
         rng.shuffle(candidates)
-        slip = next((each for each in candidates if changes(sources[file], each)), None)
+        safe = (each for each in candidates if not dangerous(sources[file], each))
+        slip = next((each for each in safe if changes(sources[file], each)), None)
         if slip:
             mutants.append(Mutant(slip, equivalent=known.get((file, *_diff(sources[file], slip)))))
     return sorted(mutants, key=lambda mutant: (mutant.slip.file, mutant.slip.start))
+
+
+def dangerous(source: Source, slip: Slip) -> str | None:
+    """Why a mistake must not be run: it changes what never.toml names."""
+    for row in _rows("never.toml", "never"):
+        if row["file"] == slip.file:
+            functions = row.get("functions")
+            if functions is None or any(source.within(slip.start, slip.end, name) for name in functions):
+                return row["reason"]
+    return None
 
 
 def _diff(source: Source, slip: Slip) -> tuple[str, str]:
@@ -205,6 +217,9 @@ def _judge(mutant: Mutant, sources: dict[str, Source], reach: Reach, copy: Path,
     if mutant.equivalent:
         return Verdict(EQUIVALENT, mutant.equivalent)
     slip, source = mutant.slip, sources[mutant.slip.file]
+    danger = dangerous(source, slip)
+    if danger:
+        return Verdict(NEVER, danger)
     tests = reach.tests(sources, slip.file, source.place(slip.start))
     rounds = [tests[:FIRST], _within(tests[FIRST:])]
     marked = FAST

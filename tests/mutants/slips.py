@@ -69,6 +69,14 @@ class Source:
     def with_edit(self, start: int, end: int, new: str) -> str:
         return (self.data[:start] + new.encode() + self.data[end:]).decode()
 
+    def within(self, start: int, end: int, name: str) -> bool:
+        """Whether bytes from `start` to `end` touch a function of this name."""
+        return any(
+            self.start(node) <= end and start <= self.end(node)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.FunctionDef) and node.name == name
+        )
+
     def place(self, offset: int) -> Place:
         """The innermost statement around byte `offset`, without the blocks that it opens."""
         line = self.line(offset)
