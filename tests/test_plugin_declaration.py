@@ -183,7 +183,7 @@ def touches(tree: ast.Module) -> Iterator[tuple[int, str]]:
     fields = [node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
     own = {node.attr for node in stores if ast.unparse(node.value) == "self"}
     own |= {field.id for field in fields if isinstance(field, ast.Name)}
-    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm"):
             for alias in node.names:
@@ -218,7 +218,7 @@ OTHERS = {
     "info", "warning", "critical", "flush", "write", "tell", "set", "check", "hexdigest",  # loggers, files, stores
     "modules", "named_modules",  # torch's modules
     "architectures", "text_config",  # transformers' configs
-    "add_api_route", "add_metric", "register",  # FastAPI and Prometheus
+    "add_api_route", "headers", "add_metric", "register",  # FastAPI and Prometheus
     "eplb_plan", "eplb_placement", "has_eplb_gauges", "profiling", "was_asked", "rebalances",  # what the plugin adds
     "for_layers", "layer_ids", "physical_to_logical", "plan", "max_moves", "min_gain", "status_dir",  # its own data
 }  # fmt: skip

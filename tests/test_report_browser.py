@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+    # Whatever the data folder, the crash reporter has one of its own in the user's configuration.
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path_factory.mktemp("config"))}
+    service = webdriver.ChromeService(CHROMEDRIVER, env=environment)
+    driver = webdriver.Chrome(options=options, service=service)
     driver.set_script_timeout(60)
     yield driver
     driver.quit()

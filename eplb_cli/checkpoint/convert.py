@@ -316,8 +316,8 @@ def prepare(
     """
     placement = Placement.load(plan)
     source = Checkpoint.open(model)
-    claim = Claim(output, force=force)
     _require_separate(source, output)
+    claim = Claim(output, force=force)
     warnings = list(_require_ordinary(source))
     shape = source.config.shape
     layer_ids = shape.moe_layer_ids or ()

@@ -310,5 +310,12 @@ PARTS = (
         optional=True,
     ),
     Part("endpoint", "vllm.engine.protocol", "EngineClient.collective_rpc", "ask the workers", optional=True),
+    Part(
+        "endpoint",
+        "vllm.entrypoints.launchers.cli_args vllm.entrypoints.openai.cli_args",
+        "FrontendArgs.api_key",
+        "ask for the server's key",  # else it would answer whoever asks
+        optional=True,
+    ),
     Part("metrics", "vllm.v1.metrics.prometheus", "get_prometheus_registry", "add gauges", optional=True),
 )
