@@ -14,6 +14,7 @@ from eplb_cli.traces.checks import dummy_windows, expected_loss, one_rank_of
 from eplb_cli.traces.layers import resolve_layers
 from eplb_cli.traces.protocol import LayerAxis
 from eplb_cli.traces.windows import WindowStore
+from tests.test_traces_recorders import poisson
 from tests.test_traces_token_ids import random_ids
 
 MODEL = ModelShape("M", 16, 4, 2, (0, 1))
@@ -181,6 +182,20 @@ def test_counts_in_one_column_of_every_layer_are_refused(tmp_path: Path) -> None
     np.save(tmp_path / "a.npy", counts)
     with pytest.raises(TraceError, match=r"a\.npy, layer 0, expert 5: layers 0-1 send everything to a single expert"):
         read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))
+
+
+def test_dead_counts_beside_live_ones_are_refused_by_their_own_name(tmp_path: Path) -> None:
+    live = poisson(2, 3, 8)
+    dead = np.zeros_like(live)
+    dead[..., 5] = 40
+    np.save(tmp_path / "a.npy", live)
+    np.save(tmp_path / "b.npy", dead)
+    with pytest.raises(TraceError, match=r"/b\.npy, layer 0, expert 5: layers 0-2 send everything"):
+        read_traces([tmp_path], ReadOptions())
+    few = np.zeros_like(live)
+    few[..., 5] = 31  # two windows of 31 picks: a quiet file may look like that
+    np.save(tmp_path / "b.npy", few)
+    assert read_traces([tmp_path], ReadOptions()).loads.counts.sum() == live.sum() + few.sum()
 
 
 @pytest.mark.parametrize(("factor", "told"), [(1, False), (2, True), (61, True)])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import TraceError, ranges
+from eplb_cli.errors import LoadsError, TraceError, ranges
 from eplb_cli.loads import NEVER_FILLED, RECORD_ANEW, ExpertLoads, ModelShape
 from eplb_cli.loads import refuse_constant_routing as loads_refuse_constant_routing
 from eplb_cli.traces.counting import Ranges, within
@@ -28,6 +28,7 @@ __all__ = [
     "one_rank_of",
     "refuse_constant_routing",
     "refuse_dead_buffer",
+    "refuse_dead_counts",
     "refuse_one_rank",
     "refuse_zero_layers",
     "warnings_of",
@@ -142,6 +143,22 @@ def refuse_dead_buffer(block: TokenBlock, rows: LayerRows, ignored: Ranges) -> N
         rule=NEVER_FILLED,
         hint=RECORD_ANEW,
     )
+
+
+def refuse_dead_counts(counts: npt.NDArray[np.int64], layer_ids: npt.NDArray[np.int32], file: str) -> None:
+    """Raise TraceError when a whole file's counts [n, L, E] lie on one expert in every layer.
+
+    Beside a live file's, they would pass as load of one expert. Windows of few tokens may look like that.
+    """
+    total = counts.sum(0, dtype=float)  # of 64 bits, the sum may be too large
+    if total.sum(1).max(initial=0) < TELLING_PICKS:
+        return
+    try:
+        loads = ExpertLoads(counts, np.zeros(len(counts), np.int64), layer_ids)
+    except LoadsError as error:
+        error.file = file
+        raise
+    refuse_constant_routing(loads, file)
 
 
 def refuse_constant_routing(loads: ExpertLoads, file: str) -> list[str]:

@@ -367,6 +367,8 @@ class _Collector:
         step = self.options.counters is Counters.cumulative or (
             recording.cumulative and self.options.counters is Counters.auto
         )
+        if not step and any(block.file == file.name for file in recording.files):
+            checks.refuse_dead_counts(counts, rows.layer_ids, block.file)
         phases = np.broadcast_to(np.asarray(block.phase, np.uint8), (len(counts),))
         window_ids = np.arange(history.windows, history.windows + len(counts))
         if block.window_ids is not None:
