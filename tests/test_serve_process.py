@@ -549,7 +549,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-@pytest.mark.usefixtures("offline")
+@pytest.mark.usefixtures("offline", "needs_vllm")
 def test_a_batch_leaves_its_recording_and_nothing_else(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     output = fake.folder / "loads"
     (fake.folder / "loads.partial").mkdir()
@@ -563,7 +563,7 @@ def test_a_batch_leaves_its_recording_and_nothing_else(fake: Fake, monkeypatch: 
     assert len(fake.events("POST")) == 3
 
 
-@pytest.mark.usefixtures("offline")
+@pytest.mark.usefixtures("offline", "needs_vllm")
 @pytest.mark.parametrize(
     "scenario, message",
     [
@@ -582,7 +582,7 @@ def test_a_batch_that_fails_leaves_no_output(
     assert len(list(fake.folder.glob("loads.*.partial"))) == ("recording" in scenario)
 
 
-@pytest.mark.usefixtures("offline")
+@pytest.mark.usefixtures("offline", "needs_vllm")
 @pytest.mark.parametrize("force", [False, True])
 def test_an_output_that_appears_meanwhile_is_replaced_only_by_force(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, force: bool
