@@ -77,6 +77,8 @@ def test_dummy_windows_in_front_are_noticed(tmp_path: Path) -> None:
     assert any("--skip-steps 4" in warning for warning in read_traces([tmp_path / "a.npy"], options).loads.warnings)
     assert dummy_windows(loads_of(counts[4:])) == 0
     assert dummy_windows(loads_of(counts[:4])) == 0
+    counts[2:4, 1] = 300
+    assert dummy_windows(loads_of(counts)) == 2
 
 
 def test_a_moe_layer_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
@@ -85,6 +87,13 @@ def test_a_moe_layer_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", ids)
     with pytest.raises(TraceError, match=r"layer 1 reads as expert 0 in every pick: the recorder did not reach"):
         read_traces([tmp_path / "a.npy"], ReadOptions(MODEL))
+
+
+def test_expert_0_may_be_every_tokens_first_pick(tmp_path: Path) -> None:
+    ids = 1 + random_ids(200, 2, 4, 15)
+    ids[:, 1, 0] = 0
+    np.save(tmp_path / "a.npy", ids)
+    assert read_traces([tmp_path / "a.npy"], ReadOptions(MODEL)).loads.counts[:, 1, 0].sum() == 200
 
 
 def test_an_expert_picked_twice_by_a_token_is_noticed(tmp_path: Path) -> None:

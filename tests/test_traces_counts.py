@@ -125,6 +125,31 @@ def test_the_array_beside_its_side_arrays_needs_no_telling_name(tmp_path: Path, 
     assert loads.tokens.tolist() == [70, 50, 60]
 
 
+def test_totals_are_compared_with_the_tokens_of_all_windows(tmp_path: Path) -> None:
+    counts = np.stack([np.full((2, 16), 25), np.full((2, 16), 50)])
+    for last, told in ((200, False), (199, True)):
+        np.savez(tmp_path / "a.npz", counts=counts, tokens=np.array([100, last]))
+        warnings = read_traces([tmp_path / "a.npz"], ReadOptions(MODEL)).loads.warnings
+        assert any("2 layers do not hold tokens x top-k = 1196" in warning for warning in warnings) == told
+        assert any("tokens x top-k" in warning for warning in warnings) == told
+
+
+def test_layers_are_named_by_their_numbers(tmp_path: Path) -> None:
+    counts = np.zeros((1, 3, 16), np.int64)
+    counts[:, 0], counts[:, 2] = 500, 400
+    np.savez(tmp_path / "a.npz", counts=counts, layer_ids=np.array([8, 4, 9]))
+    model = ModelShape("M", 16, 4, 12, (3, 4, 6, 8, 9))
+    warnings = read_traces([tmp_path / "a.npz"], ReadOptions(model)).loads.warnings
+    assert "layer 4 has no load at all: the recorder did not reach them" in warnings
+    assert "the recording lacks the model's MoE layers 3, 6" in warnings
+    assert any("layer 9 has 6400 assignments, layer 8 has 8000" in warning for warning in warnings)
+    counts[:, 2] = 500
+    np.savez(tmp_path / "a.npz", counts=counts, layer_ids=np.array([8, 4, 9]))
+    assert not any(
+        "differ" in warning for warning in read_traces([tmp_path / "a.npz"], ReadOptions(model)).loads.warnings
+    )
+
+
 def test_windows_without_load_are_dropped_and_counted(tmp_path: Path) -> None:
     counts = COUNTS.copy()
     counts[1] = 0
@@ -214,6 +239,24 @@ def test_tokens_beside_cumulative_counters_are_cumulative_too(tmp_path: Path) ->
     assert (loads.tokens.tolist(), loads.window_ids.tolist()) == ([25, 13], [9, 7])
 
 
+def test_counters_that_start_anew_in_each_file_are_noticed(tmp_path: Path) -> None:
+    steps = np.random.default_rng(1).poisson(50, (5, 2, 128)).cumsum(0)
+    for name, part in (("a.npy", steps), ("b.npy", steps + 1)):
+        write(tmp_path / name, part)
+    with pytest.raises(TraceError, match="no count ever falls"):
+        read_traces([tmp_path], ReadOptions())
+
+
+@pytest.mark.parametrize(("windows", "experts", "refused"), [(4, 86, True), (3, 256, False), (4, 85, False)])
+def test_few_counts_may_grow_by_chance(tmp_path: Path, windows: int, experts: int, refused: bool) -> None:
+    path = write(tmp_path / "a.npy", np.random.default_rng(1).poisson(50, (windows, 2, experts)).cumsum(0))
+    if refused:
+        with pytest.raises(TraceError, match="no count ever falls over 4 windows"):
+            read_traces([path], ReadOptions())
+    else:
+        assert read_traces([path], ReadOptions()).loads.num_windows == windows
+
+
 def test_a_counter_that_falls_is_not_cumulative(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npy", np.array([[[10, 20]], [[15, 19]]]))
     with pytest.raises(TraceError, match="the counter falls from 20 to 19 between windows 0 and 1") as caught:
@@ -295,6 +338,21 @@ def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.npy", COUNTS), write(tmp_path / "b.npy", COUNTS + 1)]
     with pytest.raises(TraceError, match="differs from"):
         read_traces(paths, ReadOptions(rank_dumps=RankDumps.replicated))
+
+
+def test_columns_as_many_as_the_plans_slots_are_counts(tmp_path: Path) -> None:
+    plan = Placement.initial(16, 4, 4, [1, 3])
+    slots = np.random.default_rng(0).poisson(300, (3, 2, 20))
+    loads = read_traces([write(tmp_path / "a.npy", slots)], ReadOptions(physical_to_logical=plan)).loads
+    assert (loads.counts[..., 4:] == slots[..., 4:16]).all()
+    assert (loads.counts[..., :4] == slots[..., :4] + slots[..., 16:]).all()
+
+
+def test_padding_twice_in_a_row_tells_nothing(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).random((80, 3, 16)).argsort(-1)[..., :4]
+    ids[:, 0, 1:3] = -1
+    with pytest.raises(TraceError, match="pass --model or --num-experts"):
+        read_traces([write(tmp_path / "a.npy", ids)], ReadOptions())
 
 
 def test_ids_and_counts_of_the_same_shape_are_told_apart(tmp_path: Path) -> None:

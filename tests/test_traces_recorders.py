@@ -333,6 +333,7 @@ class TestVllmLoadStats:
         assert found.counts.tolist() == [folded(loads[0]).tolist(), folded(loads[1], other).tolist()]
         assert (found.window_ids.tolist(), reader_of(found)) == ([10, 20], "vllm-load-stats")
         assert found.layer_ids.tolist() == [1, 2, 3]
+        assert (read(tmp_path / "s.jsonl", options=ReadOptions()).counts == found.counts).all()
 
     def test_a_single_record_is_enough(self, tmp_path: Path) -> None:
         (tmp_path / "s.jsonl").write_text(self.record(10, poisson(3, 10)))
@@ -460,6 +461,24 @@ class TestVllmRoutes:
             read(tmp_path / "r.jsonl")
         assert caught.value.row == 29
 
+    def test_a_route_without_a_layer_is_refused(self, tmp_path: Path) -> None:
+        lines = self.lines(random_ids(9, 3, 2, 8))
+        (tmp_path / "r.jsonl").write_text(
+            "\n".join([self.META, *lines, '{"type": "route", "topk_ids": [1, 2]}']) + "\n"
+        )
+        with pytest.raises(TraceError, match="layer -1 with 2 ids") as caught:
+            read(tmp_path / "r.jsonl")
+        assert caught.value.row == 29
+
+    def test_records_of_other_types_are_counted(self, tmp_path: Path) -> None:
+        ids = random_ids(9, 3, 2, 8)
+        lines = self.lines(ids)
+        other = '{"type": "step", "layer": 2, "topk_ids": [1, 2]}'
+        (tmp_path / "r.jsonl").write_text("\n".join([self.META, *lines[:4], other, *lines[4:], other, self.META]))
+        loads = read(tmp_path / "r.jsonl")
+        assert (loads.dropped, loads.tokens.sum()) == ({"other_records": 2}, 9)
+        assert (loads.counts.sum(0) == reference(ids, 8)).all()
+
     def test_lines_may_be_longer_than_a_chunk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("eplb_cli.traces.jsonl.CHUNK_BYTES", 23)
         ids = random_ids(9, 3, 2, 8)
@@ -478,7 +497,8 @@ class TestVllmRoutes:
         (tmp_path / "r.jsonl").write_text("\n".join([self.META, *self.lines(ids)]) + "\n")
         monkeypatch.setattr("eplb_cli.traces.jsonl.PARALLEL_FROM_BYTES", 1)
         monkeypatch.setattr("eplb_cli.traces.jsonl.CHUNK_BYTES", 4000)
-        assert (read(tmp_path / "r.jsonl").counts.sum(0) == reference(ids, 8)).all()
+        windows = [reference(ids[start : start + 50], 8).tolist() for start in range(0, 400, 50)]
+        assert read(tmp_path / "r.jsonl", options=ReadOptions(MODEL, window_tokens=50)).counts.tolist() == windows
 
 
 class TestAscend:
@@ -887,6 +907,33 @@ class TestEplbRecording:
     def test_a_recorder_that_stopped_says_why(self, tmp_path: Path) -> None:
         self.write(tmp_path, [(0, "all", poisson(3, 8))], tail='{"end": "size limit"}\n')
         assert any("the recorder stopped early: size limit" in warning for warning in read(tmp_path).warnings)
+
+    def test_ids_without_an_expert_are_counted_over_all_parts(self, tmp_path: Path) -> None:
+        self.write(tmp_path, [(0, "decode", poisson(3, 8)), (0, "prefill", poisson(3, 8)), (2, "all", poisson(3, 8))])
+        (path,) = tmp_path.iterdir()
+        path.write_text(path.read_text().replace('"dropped": 0', '"dropped": 3'))
+        assert read(tmp_path).dropped == {"ids_without_expert": 9}
+
+    @pytest.mark.parametrize(("key", "value"), [("num_experts", 16), ("top_k", 4), ("pp_size", 2), ("dp_size", 3)])
+    def test_files_of_a_run_agree(self, tmp_path: Path, key: str, value: int) -> None:
+        self.write(tmp_path, [(0, "all", poisson(3, 8))], dp_size=2)
+        self.write(tmp_path, [(0, "all", poisson(3, 8))], **({"dp_rank": 1, "dp_size": 2} | {key: value}))
+        with pytest.raises(TraceError, match=f"{key} is {value}; its run has"):
+            read(tmp_path)
+
+    def test_windows_that_are_missing_in_all_or_some_files_are_told(self, tmp_path: Path) -> None:
+        for stage, layers, windows in ((0, [1, 2], (0, 1, 4)), (1, [3], (0, 4))):
+            parts = [(window, "all", poisson(len(layers), 8)) for window in windows]
+            self.write(tmp_path, parts, pp_rank=stage, pp_size=2, layer_ids=layers)
+        warnings = read(tmp_path).warnings
+        assert "2 windows missing between the first and the last: 2, 3" in warnings
+        assert "1 of 3 windows lack some ranks' lines (idle or stopped ranks)" in warnings
+
+    def test_windows_come_in_order(self, tmp_path: Path) -> None:
+        self.write(tmp_path, [(window, "all", poisson(3, 8)) for window in (1, 2, 1)])
+        with pytest.raises(TraceError, match="window 1 comes after 2") as caught:
+            read(tmp_path)
+        assert caught.value.row == 4
 
     def test_runs_follow_each_other(self, tmp_path: Path) -> None:
         counts = poisson(2, 3, 8)

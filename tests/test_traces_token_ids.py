@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,16 @@ def test_an_id_out_of_range_names_its_place_and_asks_for_the_map(tmp_path: Path)
     assert (error.file, error.layer, error.row) == (str(tmp_path / "a.npy"), 3, 2100)
     assert "id 9 >= num_experts 8 at column 1" in str(error)
     assert "Are these physical ids?" in str(error.hint) and "--physical-to-logical PLAN" in str(error.hint)
+
+
+@pytest.mark.parametrize("order", [np.ascontiguousarray, np.asfortranarray])
+def test_the_row_of_a_bad_id_is_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Any) -> None:
+    monkeypatch.setattr("eplb_cli.traces.arrays.ROWS_BYTES", 8 * 10)  # rows of 10 bytes: blocks of 8 tokens
+    ids = random_ids(30, 5, 2, 8)
+    ids[29, 3, 1] = 9
+    with pytest.raises(TraceError, match="id 9 >= num_experts 8 at column 1") as caught:
+        read_traces([save(tmp_path / "a.npy", order(ids))], ReadOptions(MODEL, window_tokens=3))
+    assert (caught.value.row, caught.value.layer) == (29, 3)
 
 
 def test_a_bad_id_in_a_dense_layer_is_nobodys_business(tmp_path: Path) -> None:

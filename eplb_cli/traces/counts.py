@@ -110,8 +110,7 @@ def _add_ranks(blocks: list[CountBlock], recording: Recording) -> CountBlock:
                 rule=f"{first.file} has {list(first.counts.shape)}; the dumps of all ranks must agree to be added",
             )
     recording.notes.append(f"the dumps of {len(blocks)} ranks were added")
-    dtype = np.float64 if any(block.counts.dtype.kind == "f" for block in blocks) else np.int64
-    total: npt.NDArray[Any] = np.zeros(first.counts.shape, dtype)
+    total: npt.NDArray[Any] = np.zeros(first.counts.shape, np.int64)  # float64 once a rank's counts are floats
     for block in blocks:
         total = total + block.counts
     told = [block.tokens for block in blocks if block.tokens is not None]
