@@ -186,6 +186,10 @@ class Placement:
         digest.update(np.ascontiguousarray(self.physical_to_logical, "<i4").tobytes())
         return digest.hexdigest()
 
+    def rows(self) -> dict[int, list[int]]:
+        """Expert of each slot, by decoder layer."""
+        return dict(zip(self.layer_ids.tolist(), self.physical_to_logical.tolist(), strict=True))
+
     def replica_counts(self) -> npt.NDArray[np.int64]:
         """Copies of each expert, int64 [L, E]."""
         return replica_counts(self.physical_to_logical, self.num_experts)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -28,11 +29,14 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import rich.progress  # noqa: F401 - before the forks, not in each
+
 from eplb_cli import files
-from eplb_cli.checkpoint import convert as _convert  # noqa: F401 - before the forks, not in each
+from eplb_cli.checkpoint import convert as _convert  # noqa: F401 - likewise
 from eplb_cli.checkpoint import copying
 from eplb_cli.cli import main
 
@@ -97,6 +101,7 @@ def start(fault: str, arguments: list[str], *, sync: bool = True, swap: bool = T
         swap: false takes the file system for one that knows no flags of renameat2.
         buffer: bytes of one write, and of the steps from which a killed run goes on.
     """
+    _load()
     folder = Path(tempfile.mkdtemp(prefix="eplb-run-"))
     for name in ("out", "err", "calls"):
         (folder / name).touch()
@@ -118,6 +123,13 @@ def start(fault: str, arguments: list[str], *, sync: bool = True, swap: bool = T
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+@cache
+def _load() -> None:
+    """Import here what reading a command line imports, or every fork does it anew, for most of its time."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        main(["convert", ".", os.devnull, "-o", "."])
 
 
 def _install(fault: str, log: Path, *, sync: bool, swap: bool) -> None:

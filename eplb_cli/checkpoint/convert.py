@@ -426,11 +426,10 @@ def _small_files(
     num_experts = placement.num_experts
     used = num_experts if layout is Layout.stock else placement.num_slots
     slots: dict[int, dict[int, list[int]]] = {}
-    for layer, row in zip(placement.layer_ids, placement.physical_to_logical, strict=True):
-        places: dict[int, list[int]] = {}
-        for slot, expert in enumerate(row[:used].tolist()):
+    for layer, row in placement.rows().items():
+        places = slots.setdefault(layer, {})
+        for slot, expert in enumerate(row[:used]):
             places.setdefault(expert, []).append(slot)
-        slots[int(layer)] = places
     stored = placement.num_slots if layout is Layout.physical or classified.fused_layers else num_experts
     files = {
         "config.json": config_json(source.config, placement, layout, stored_experts=stored, slots=slots),

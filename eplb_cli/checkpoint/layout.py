@@ -180,13 +180,13 @@ def require_convertible(layout: Layout, placement: Placement, *, num_experts: in
 def _require_whole_groups(placement: Placement, groups: int) -> None:
     """Group-limited routing first picks groups of consecutive ids, so a group's experts must stay together."""
     size = placement.num_experts // groups
-    for layer, row in zip(placement.layer_ids, placement.physical_to_logical, strict=True):
-        source_groups = row[: placement.num_experts].reshape(groups, size) // size
+    for layer, row in placement.rows().items():
+        source_groups = np.array(row[: placement.num_experts]).reshape(groups, size) // size
         torn = np.flatnonzero((source_groups != source_groups[:, :1]).any(axis=1))
         if torn.size:
             raise PlacementError(
                 f"new experts {torn[0] * size}..{torn[0] * size + size - 1} come from several of the {groups} groups",
-                layer=int(layer),
+                layer=layer,
                 rule="the model routes to groups of experts first, so whole groups must map to whole groups",
                 hint="Use --layout physical, which keeps the router's numbering, or serve the unconverted model with "
                 "`eplb serve MODEL --plan PLAN`.",
@@ -210,9 +210,7 @@ def rewrite(
         layout: how to store the experts.
         max_shard_bytes: largest shard; None keeps the source's shards (stock) or means 5 GB (physical).
     """
-    rows = {
-        int(layer): row.tolist() for layer, row in zip(placement.layer_ids, placement.physical_to_logical, strict=True)
-    }
+    rows = placement.rows()
     groups: Iterable[tuple[str, Iterable[OutputTensor]]]
     if layout is Layout.physical:
         groups = _physical_groups(source, classified, rows, placement, max_shard_bytes or _PHYSICAL_SHARD_BYTES)
