@@ -261,6 +261,9 @@ def test_rows_that_fit_no_count_of_layers_are_refused(axis: LayerAxis) -> None:
 
 
 def test_without_moe_layers_ids_end_at_the_hidden_layers() -> None:
+    assert resolve_layers(LayerAxis(5), ModelShape(None, 8, None, 5), "a").layer_ids.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(TraceError, match="the layer axis has 4 rows; the model has 5 hidden layers"):
+        resolve_layers(LayerAxis(4), ModelShape(None, 8, None, 5), "a")
     rows = resolve_layers(LayerAxis.absolute([5, 4, 0]), ModelShape(None, 8, None, 5), "a")
     assert (rows.positions.tolist(), rows.layer_ids.tolist(), rows.beyond) == ([2, 1], [0, 4], (5,))
 

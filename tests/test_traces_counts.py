@@ -164,6 +164,30 @@ def test_warm_up_steps_are_skipped(tmp_path: Path) -> None:
     assert loads.dropped == {"skipped_steps": 2}
 
 
+def test_each_folder_is_a_recording_of_its_own(tmp_path: Path) -> None:
+    for folder, factor in (("b", 9), ("a", 1)):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "a.npy", factor * COUNTS.cumsum(0))
+    paths = [tmp_path / "b", tmp_path / "a"]
+    loads = read_traces(paths, ReadOptions(counters=Counters.cumulative, skip_steps=1)).loads
+    assert loads.counts.tolist() == [(9 * COUNTS[2]).tolist(), COUNTS[2].tolist()]
+    assert loads.window_ids.tolist() == [2, 2]
+    before = 10 * int(COUNTS[0].sum())
+    assert loads.dropped == {"counters_before_recording": before, "skipped_steps": 2}
+
+
+def test_a_window_of_tokens_without_load_is_kept(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", counts=COUNTS * np.array([1, 0, 0])[:, None, None], tokens=np.array([9, 7, 0]))
+    loads = read_traces([tmp_path / "a.npz"], ReadOptions()).loads
+    assert (loads.tokens.tolist(), loads.dropped) == ([9, 7], {"empty_windows": 1})
+
+
+def test_a_phase_that_was_not_recorded_is_the_users_word(tmp_path: Path) -> None:
+    loads = read_traces([write(tmp_path / "a.npy", COUNTS)], ReadOptions(MODEL, phase=2)).loads
+    assert (loads.phase, loads.num_windows) == ("decode", 3)
+    assert "the trace does not tell prefill from decode; taken as decode, as --phase says" in loads.warnings
+
+
 def test_slots_taken_for_experts_ask_for_the_map(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npy", np.ones((2, 20), np.int64))
     with pytest.raises(TraceError, match="20 columns a layer, expected 16 experts") as caught:
@@ -192,6 +216,20 @@ def test_the_plan_in_force_may_hold_more_layers_than_were_recorded(tmp_path: Pat
     with pytest.raises(TraceError, match=r"the plan lacks layer 5 \(given as --physical-to-logical\)") as caught:
         read_traces([tmp_path / "a.npz"], ReadOptions(model, physical_to_logical=plan))
     assert caught.value.file == str(tmp_path / "a.npz")
+
+
+def test_a_dense_layer_is_told_by_its_number(tmp_path: Path) -> None:
+    for load in (0, 5):
+        counts = COUNTS[:, [1, 0, 0]].copy()
+        counts[:, 1] = 0
+        counts[2, 1, 7] = load
+        np.savez(tmp_path / "a.npz", counts=counts, layer_ids=np.array([3, 0, 1]))
+        if load:
+            with pytest.raises(TraceError, match="the model says the layer is dense") as caught:
+                read_traces([tmp_path / "a.npz"], ReadOptions(MODEL))
+            assert (caught.value.layer, caught.value.expert) == (0, 7)
+        else:
+            assert (read_traces([tmp_path / "a.npz"], ReadOptions(MODEL)).loads.counts == COUNTS).all()
 
 
 def test_load_in_a_dense_layer_is_refused(tmp_path: Path) -> None:
@@ -332,6 +370,22 @@ def test_identical_dumps_are_kept_once_and_make_the_same_file(tmp_path: Path) ->
     assert len([note for note in four.notes if "replica" in note]) == 3
     summed = read_traces(paths, ReadOptions(rank_dumps=RankDumps.sum)).loads
     assert (summed.counts == 4 * COUNTS).all()
+
+
+def test_equal_dumps_of_one_rank_are_two_windows(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{name}_rank1.npy", COUNTS[:1]) for name in "ba"]
+    assert read_traces(paths, ReadOptions()).loads.num_windows == 2
+
+
+def test_replicas_of_several_folders_agree(tmp_path: Path) -> None:
+    for folder, more in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "dump.npy", COUNTS + more)
+    options = ReadOptions(rank_dumps=RankDumps.replicated)
+    assert (read_traces([tmp_path / "b", tmp_path / "a"], options).loads.counts == COUNTS).all()
+    with pytest.raises(TraceError, match="differs from") as caught:
+        read_traces([tmp_path], options)
+    assert caught.value.file == str(tmp_path / "c" / "dump.npy")
 
 
 def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:

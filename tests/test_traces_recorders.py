@@ -27,6 +27,11 @@ def read(*paths: Path, options: ReadOptions | None = None) -> ExpertLoads:
     return read_traces(paths, options or ReadOptions(MODEL)).loads
 
 
+def backwards(folder: Path) -> list[Path]:
+    """The files of a folder as nobody sorts them."""
+    return sorted((path for path in folder.rglob("*") if path.is_file()), reverse=True)
+
+
 def reader_of(loads: ExpertLoads) -> str:
     return loads.sources[0].reader
 
@@ -305,6 +310,19 @@ class TestTensorrtLlm:
         assert (result.loads.counts == counts[0]).all()
         assert len([note for note in result.notes if "is a replica of" in note]) == 3
 
+    def test_a_rank_below_the_highest_is_missing_whatever_the_meta_file_tells(self, tmp_path: Path) -> None:
+        self.write(tmp_path, ranks=4)
+        (tmp_path / "rank2.safetensors").unlink()
+        meta = {"num_experts": 8, "num_experts_per_token": 2, "ep_size": 2}
+        (tmp_path / "meta_info.json").write_text(json.dumps(meta))
+        with pytest.raises(TraceError, match=r"ranks \[2\] are missing; ranks \[0, 1, 3\]"):
+            read(tmp_path)
+
+    def test_the_recorders_top_k_gives_the_tokens(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path)
+        loads = read(tmp_path, options=ReadOptions(ModelShape(None, 8)))
+        assert loads.tokens.tolist() == (counts.sum((0, 3)).max(1) // 2).tolist()
+
     def test_without_the_meta_file_nothing_is_guessed(self, tmp_path: Path) -> None:
         self.write(tmp_path)
         (tmp_path / "meta_info.json").unlink()
@@ -538,6 +556,17 @@ class TestMindie:
         assert (loads.phase, loads.top_k, reader_of(loads)) == ("decode", 2, "mindie")
         assert (read(tmp_path, options=ReadOptions()).counts == counts).all()
         assert all("_bak" not in source.name for source in loads.sources)
+        assert (read(*backwards(tmp_path)).counts == counts).all()
+
+    def test_both_stages_count(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path, blocks=3)
+        for rank in range(2):
+            rows = (tmp_path / "decode" / f"decode_{rank}.csv").read_text().splitlines()
+            (tmp_path / "decode" / f"prefill_{rank}.csv").write_text("\n".join(rows[3:6]))
+        loads = read(tmp_path, options=ReadOptions())
+        assert (loads.counts == counts[[1, 0, 1, 2]]).all()
+        assert (loads.window_phase.tolist(), loads.top_k) == ([1, 2, 2, 2], 2)
+        assert loads.tokens.tolist() == (loads.counts.sum(2).max(1) // 2).tolist()
 
     def test_ranks_with_equal_columns_are_no_replicas(self, tmp_path: Path) -> None:
         self.write(tmp_path)
@@ -618,6 +647,8 @@ class TestOmniInfer:
         assert (loads.counts == counts).all()
         assert (loads.phase, loads.window_ids.tolist(), reader_of(loads)) == ("decode", [1, 2, 4], "omni-infer")
         assert any("1 record step missing between the first and the last: 3" in w for w in loads.warnings)
+        again = read(*backwards(tmp_path))
+        assert (again.counts == counts).all() and again.window_ids.tolist() == [1, 2, 4]
 
     def test_the_clusters_dump_comes_from_rank_0_alone(self, tmp_path: Path) -> None:
         counts = self.write(tmp_path, ranks=1)
@@ -640,8 +671,8 @@ class TestOmniInfer:
         lines = [
             f"INFO [dump activation] decode step 7 in rank {rank} for layer {layer} get 4 experts data: "
             + " ".join(map(str, counts[0, layer, 4 * rank : 4 * rank + 4].tolist()))
-            for rank in range(2)
-            for layer in range(3)
+            for rank in (1, 0)
+            for layer in (2, 0, 1)
         ]
         (tmp_path / "server.log").write_text("hello\n" + "\n".join(lines) + "\n")
         loads = read(tmp_path / "server.log")
@@ -940,6 +971,13 @@ class TestEplbRecording:
         for run in range(2):
             self.write(tmp_path, [(0, "all", counts[run])], run=f"run{run}")
         assert (read(tmp_path).counts == counts).all()
+
+    def test_runs_of_two_models_have_no_name(self, tmp_path: Path) -> None:
+        for run, (name, top_k) in enumerate((("A", 2), ("B", 2), ("B", 2))):
+            (tmp_path / str(run)).mkdir()
+            self.write(tmp_path / str(run), [(run, "all", poisson(3, 8))], architecture=name, top_k=top_k)
+        assert read(tmp_path, options=ReadOptions()).model is None
+        assert read(tmp_path / "2", tmp_path / "1", options=ReadOptions()).model == "B"
 
     def test_a_newer_version_is_refused_with_both(self, tmp_path: Path) -> None:
         self.write(tmp_path, [(0, "all", poisson(3, 8))], version=2)

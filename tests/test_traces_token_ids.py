@@ -242,6 +242,32 @@ def test_skipped_steps_are_windows_of_the_start(tmp_path: Path) -> None:
     assert (loads.counts.sum(0) == reference(ids[4:], 8)).all()
 
 
+def test_skipped_tokens_run_on_over_blocks_and_each_folder_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eplb_cli.traces.arrays.ROWS_BYTES", 3 * 4)  # rows of 4 bytes: blocks of 3 tokens
+    parts = [random_ids(14, 2, 2, 8, seed) for seed in range(2)]
+    for folder, ids in zip("ba", parts, strict=True):
+        (tmp_path / folder).mkdir()
+        save(tmp_path / folder / "a.npy", ids)
+    options = ReadOptions(MODEL, window_tokens=4, skip_steps=2)
+    loads = read_traces([tmp_path / "b", tmp_path / "a"], options).loads
+    kept = np.concatenate([ids[8:] for ids in parts])
+    assert loads.counts.tolist() == [reference(kept[i : i + 4], 8).tolist() for i in (0, 4, 8)]
+    assert (loads.tokens.tolist(), loads.dropped) == ([4, 4, 4], {"skipped_tokens": 16})
+    assert not any("windows hold" in warning for warning in loads.warnings)
+
+
+def test_windows_of_each_phase_have_numbers_of_their_own(tmp_path: Path) -> None:
+    ids = random_ids(20, 2, 2, 8)
+    np.savez(tmp_path / "a.npz", topk_ids=ids, seq_lens=np.array([11, 9]), prompt_lens=np.array([8, 3]))
+    loads = read_traces([tmp_path / "a.npz"], ReadOptions(MODEL, window_tokens=4)).loads
+    assert loads.window_phase.tolist() == [1, 1, 1, 2, 2, 2]
+    assert (loads.window_ids.tolist(), loads.tokens.tolist()) == ([0, 1, 2, 0, 1, 2], [4, 4, 3, 4, 4, 1])
+    decode = np.concatenate([ids[8:11], ids[14:]])
+    assert (loads.counts[4] == reference(decode[4:8], 8)).all()
+
+
 def test_many_windows_become_fewer_larger_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eplb_cli.traces.pipeline.MAX_TOKEN_WINDOWS", 4)
     monkeypatch.setattr("eplb_cli.traces.pipeline.DEFAULT_WINDOW_TOKENS", 10)

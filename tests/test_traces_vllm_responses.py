@@ -83,6 +83,20 @@ def test_several_choices_in_one_file_share_the_start(tmp_path: Path) -> None:
     assert any("1 choices share a prompt" in warning for warning in loads.warnings)
 
 
+def test_choices_of_one_response_are_no_repeated_prompts(tmp_path: Path) -> None:
+    first, second = routing(24), routing(24, 1)
+    second[:20] = first[:20]
+    document = response(first, second, prompt=20, completion=10)
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    assert not any(
+        "begin as an earlier" in w for w in read_traces([tmp_path / "a.json"], ReadOptions(MODEL)).loads.warnings
+    )
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(document)}\n{json.dumps(document)}\n")
+    loads = read_traces([tmp_path / "a.jsonl"], ReadOptions(MODEL)).loads
+    assert any("1 sequences begin as an earlier one does" in warning for warning in loads.warnings)
+    assert any("2 choices share a prompt" in warning for warning in loads.warnings)
+
+
 def test_jsonl_holds_many_responses(tmp_path: Path) -> None:
     traces = [routing(20, seed) for seed in range(3)]
     lines = [json.dumps(response(ids)) for ids in traces]
