@@ -163,6 +163,7 @@ ROUTE = '{"type": "route", "layer": 1, "topk_ids": [2, 3]}'
 STATS = '{"record_type": "eplb_load_stats", "step": 5, "expert_load": [[1, 2]], "p2l_map": [[0, 1]]}'
 ANSWER = '{"routed_experts": [[[1, 2]]], "prompt_tokens": 3}'
 CHOICES = '{"usage": {"prompt_tokens": 3}, "choices": [{"routed_experts": [[[1, 2]]]}]}'
+LOG = "hello\n[dump activation] decode step 7 in rank 0 for layer 1 get 4 experts data: 5 6 7 8\n"
 PLUMB = '{"layers": [{"layer_id": 1, "experts": [{"expert_id": 0, "token_count": 2}]}]}'
 
 
@@ -179,6 +180,8 @@ PLUMB = '{"layers": [{"layer_id": 1, "experts": [{"expert_id": 0, "token_count":
         ("a.json", PLUMB, '"layer_id": 1', '"layer_id": []', r"layer_id is \[\]; a whole number"),
         ("a.json", PLUMB, '"expert_id": 0', '"expert_id": 1e400', "expert_id is inf"),
         ("a.json", PLUMB, '"token_count": 2', '"token_count": 1e300', r"load is 1e\+300"),
+        ("a.log", LOG, "data: 5", "data: " + "5" * 19, "holds a number of 19 digits; at most 18"),
+        ("a.log", LOG, "step 7", "step " + "7" * 5_000, "holds a number of 5000 digits"),
         ("layer_1.txt", "1\t2\t\t.5\t.5\n", "1\t2", "1\t" + "2" * 5_000, "an id is no number"),
     ],
 )
@@ -216,3 +219,9 @@ def test_steps_far_apart_are_counted_not_listed(tmp_path: Path) -> None:
     assert recording.warnings == [
         f"{10**15 - 7} steps missing between the first and the last: 6, 8, 9, 10, 11, 12, 13, 14, ..."
     ]
+
+
+def test_an_array_header_of_no_length_is_refused(tmp_path: Path) -> None:
+    content = npy(poisson(2, 3, 8))
+    (tmp_path / "a.npy").write_bytes(content[:8] + bytes(2) + content[10:])
+    refuse(tmp_path / "a.npy", r"has a damaged \.npy header")

@@ -97,7 +97,7 @@ def read_array_header(stream: BinaryIO, name: str) -> ArrayHeader:
     if not start.startswith(b"\x93NUMPY") or major not in (1, 2, 3) or length > MAX_ARRAY_HEADER_BYTES:
         raise TraceError("has a damaged .npy header", file=name)
     offset = 10 if major == 1 else 12
-    header = io.BytesIO(start + stream.read(offset + length - 12))
+    header = io.BytesIO(start + stream.read(max(0, offset + length - 12)))
     try:
         np.lib.format.read_magic(header)  # type: ignore[no-untyped-call]
         read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0

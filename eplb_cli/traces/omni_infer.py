@@ -38,6 +38,8 @@ LOG = re.compile(
     rb"\[dump activation\]\s*(\w+)\s+step\s+(\d+)\s+in\s+rank\s+(\d+)\s+for\s+layer\s+(\d+)"
     rb"\s+get\s+(\d+)\s+experts\s+data:([^\n]*)"
 )
+MOST_DIGITS = 18
+"""Of a number in a log, so that it fits in 64 bits."""
 Step = dict[int, npt.NDArray[np.int64]]
 
 
@@ -102,7 +104,11 @@ def _phase(word: str) -> int:
 def _read_log(file: TraceFile, steps: dict[tuple[int, int], Step]) -> None:
     rows: dict[tuple[int, int, int], dict[int, npt.NDArray[np.int64]]] = {}
     for word, step, rank, layer, count, data in LOG.findall(file.read_bytes()):
-        values = np.array(re.findall(rb"\d+", data), np.int64)
+        cells = re.findall(rb"\d+", data)
+        longest = max(map(len, (step, rank, layer, count, *cells)))
+        if longest > MOST_DIGITS:
+            raise TraceError(f"holds a number of {longest} digits", file=file.name, rule=f"at most {MOST_DIGITS}")
+        values = np.array(cells, np.int64)
         if len(values) != int(count):
             raise TraceError(
                 f"step {int(step)}, rank {int(rank)}, layer {int(layer)} has {len(values)} numbers",
