@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,12 +32,59 @@ def plan_of(
     return path
 
 
+READER = """
+import contextlib, json, sys
+from eplb_cli.vllm_plugin.arguments import main
+for line in sys.stdin:
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = main(json.loads(line))
+    print(json.dumps(answer, default=str), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """The installed vLLM, which reads every command of these tests in one process: importing it takes seconds."""
+    process: subprocess.Popen[str] | None = None
+    errors = tmp_path_factory.mktemp("reader") / "errors"
+
+    def read(question: dict[str, Any]) -> dict[str, Any]:
+        nonlocal process
+        if process is None:
+            with errors.open("w") as stream:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", READER],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, text=True,
+                )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline() or pytest.fail(errors.read_text()))
+        return answer
+
+    yield read
+    if process is not None:
+        process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def one_process_for_all_questions(
+    reader: Callable[[dict[str, Any]], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(module: str, question: dict[str, Any]) -> dict[str, Any]:
+        assert module == "eplb_cli.vllm_plugin.arguments"
+        return reader(question)
+
+    monkeypatch.setattr("eplb_cli.serve.launch.ask", ask)
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     return plan_of(tmp_path / "plan.json")
 
 
 REFUSED = {
+    "EP size from PCP": (["-tp", "2", "-pcp", "2"], "the plan is for 2 EP ranks, TP 2 x PCP 2 is 4"),
     "EP size from TP": (["-tp", "4"], "the plan is for 2 EP ranks, TP 4 is 4; TP x DP must be 2"),
     "EP size from TP x DP": (["--tensor-parallel-size=2", "-dp", "2"], "TP 2 x DP 2 is 4"),
     "EP size with underscores": (["--tensor_parallel_size", "4"], "TP 4 is 4"),
@@ -204,12 +254,36 @@ def test_arguments_are_read_as_vllm_writes_them(tmp_path: Path) -> None:
     assert "pipeline_parallel_size" not in read.given
 
 
-def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_config_file_wherever_it_stands(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("tensor-parallel-size: 8\n")
-    assert read_arguments([f"--config={config}", "-tp", "2"]).tensor_parallel_size == 2
+    config.write_text('tensor-parallel-size: 8\nport: 9000\neplb-config: {"a": 1, "b": 2}\n')
+    for arguments in (["-tp", "2", f"--config={config}"], ["--config", str(config), "-tp", "2"]):
+        read = read_arguments([*arguments, "--eplb-config.a", "7"])
+        assert (read.tensor_parallel_size, read.port, read.eplb_config) == (2, 9000, {"a": 7, "b": 2})
     with pytest.raises(UsageError, match="no such file"):
         read_arguments(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_values_of_the_config_file_are_switches_lists_objects_and_nothing(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "enable-eplb: false\nheadless: true\nuds: null\nhost: ::1\nmiddleware: [a, b]\n"
+        "eplb-config: {use_async: false}\n"
+    )
+    read = read_arguments(["--config", str(tmp_path / "c.yaml")])
+    assert (read.enable_eplb, read.headless, read.uds, read.host) == (False, True, None, "::1")
+    assert read.eplb_config == {"use_async": False}
+    assert read.given >= {"enable_eplb", "headless", "host"} and "uds" not in read.given
+
+
+def test_a_stock_checkpoint_runs_under_eplb_where_the_user_asks_for_it(
+    eplb: Eplb, tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    assert eplb("convert", tiny_qwen3_moe, plan_of(tmp_path / "p.json", redundant=0), "-o", tmp_path / "out").code == 0
+    asked = eplb("serve", tmp_path / "out", "--dry-run", "--format", "json", "--", "-ep", "--enable-eplb")
+    assert asked.code == 0, asked.err
+    assert asked.json["command"][3:6] == ["-ep", "--enable-eplb", "--tensor-parallel-size"]
+    assert json.loads(asked.json["command"][-1]) == {"num_redundant_experts": 0}
+    assert asked.json["environment"]["EPLB_LAYOUT"] == "stock"
 
 
 def test_ray_workers_get_the_variables_and_plugins_that_are_named_stay_named(

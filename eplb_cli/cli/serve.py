@@ -99,6 +99,8 @@ def serve(
         raise UsageError("--max-moves", rule="it bounds --runtime-policy eplb")
     if reference is not None and smoke is None:
         raise UsageError("--reference without --smoke")
+    # A missing or empty file stops here, before anything takes time.
+    prompts = None if smoke is None else read_prompts(smoke)
     launch = prepare(
         model,
         plan,
@@ -110,8 +112,6 @@ def serve(
         min_gain=min_gain,
         dry_run=dry_run,
     )
-    # A missing or empty file stops here, before a server is started for it.
-    prompts = None if smoke is None else read_prompts(smoke)
     for warning in launch.warnings:
         console.warn(warning)
     for note in launch.notes:
