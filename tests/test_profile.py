@@ -156,6 +156,20 @@ def test_a_profile_reads_back_as_a_trace(eplb: Eplb, trace: Path, tmp_path: Path
     assert (first.counts == again.counts).all() and (first.tokens == again.tokens).all()
 
 
+def test_a_profile_reads_back_with_its_phases_and_what_was_dropped(eplb: Eplb, tmp_path: Path) -> None:
+    for name, top_k in (("b", 4), ("a", 2)):
+        ids = random_ids(400, 2, top_k, 16).astype(np.int16)
+        ids[395:] = -1
+        np.savez(tmp_path / f"{name}.npz", topk_ids=ids, seq_lens=[300, 100], prompt_lens=[120, 70])
+        run = eplb("profile", tmp_path / f"{name}.npz", "--num-experts", 16, "-o", tmp_path / f"{name}.loads")
+        assert run.code == 0
+    one = ExpertLoads.load(tmp_path / "b.loads")
+    assert eplb("profile", tmp_path / "b.loads", "-o", tmp_path / "again").code == 0
+    again = ExpertLoads.load(tmp_path / "again")
+    assert (again.window_phase.tolist(), again.dropped, again.top_k) == ([1, 2], {"padding_rows": 5}, 4)
+    assert (again.counts == one.counts).all() and again.tokens.tolist() == [190, 205]
+
+
 def test_four_identical_dumps_give_the_plan_of_one(eplb: Eplb, tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
     folder.mkdir()

@@ -67,7 +67,7 @@ def test_a_number_that_is_no_load_is_refused_by_layer_and_expert(tmp_path: Path,
     with pytest.raises(TraceError, match="loads must be whole numbers, finite and >= 0") as caught:
         read_traces([write(tmp_path / f"a{suffix}", counts)], ReadOptions(MODEL))
     assert (caught.value.layer, caught.value.expert) == (3, 7)
-    assert f"load is {bad}" in str(caught.value)
+    assert f"load is {bad} in window 1" in str(caught.value)
 
 
 def test_a_word_among_numbers_is_refused_by_place(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,6 +84,51 @@ class TestSglangPasses:
         torch.save(content, tmp_path / "expert_distribution_recorder_1764400001.5_0.pt")
         with pytest.raises(TraceError, match="pass 5 of rank 0 is there twice"):
             read(tmp_path)
+
+    def rewrite(self, folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
+        path = folder / f"expert_distribution_recorder_1764400000.5_{rank}.pt"
+        content = torch.load(path)
+        change(content)
+        torch.save(content, path)
+
+    def test_records_of_ranks_meet_by_pass_and_phase(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path, positions=torch.arange(7))
+        for rank in (0, 1):  # rank 0 recorded in another order and other phases, and lacks the pass 6
+            self.rewrite(tmp_path, rank, lambda content: content["records"].reverse())
+        self.rewrite(tmp_path, 0, lambda content: content["records"].pop(1))
+        for rank, modes in ((0, (2, 1)), (1, (2, 2, 2))):
+            self.rewrite(
+                tmp_path,
+                rank,
+                lambda content, modes=modes: [
+                    record.update(forward_mode=mode) for record, mode in zip(content["records"], modes, strict=True)
+                ],
+            )
+        loads = read(*backwards(tmp_path))
+        assert (loads.window_phase.tolist(), loads.window_ids.tolist()) == ([0, 2, 2], [5, 6, 7])
+        counts[0, 1] = 0
+        assert loads.counts.tolist() == [folded(c).tolist() for c in counts.sum(0)[:, 1:]]
+        assert loads.tokens.tolist() == [14, 7, 14]
+        assert "1 passes lack some ranks' records, the first is 6" in loads.warnings
+
+    def test_gatherers_of_a_pass_add_up(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path)
+
+        def add(content: dict[str, Any]) -> None:
+            content["records"] += [record | {"gatherer_key": "second"} for record in content["records"]]
+
+        self.rewrite(tmp_path, 1, add)
+        total = counts[0] + 2 * counts[1]
+        assert read(tmp_path).counts.tolist() == [folded(c).tolist() for c in total[:, 1:]]
+
+    def test_ranks_of_different_maps_are_refused(self, tmp_path: Path) -> None:
+        self.write(tmp_path)
+        self.rewrite(
+            tmp_path, 1, lambda content: content["last_physical_to_logical_map"][2, :2].copy_(torch.tensor([6, 7]))
+        )
+        with pytest.raises(TraceError, match="its map differs from the other ranks' map") as caught:
+            read(tmp_path)
+        assert str(caught.value.file).endswith("_1.pt")
 
     def test_a_missing_rank_is_refused(self, tmp_path: Path) -> None:
         self.write(tmp_path, ranks=3)
@@ -302,6 +348,23 @@ class TestTensorrtLlm:
             (tmp_path / f"rank{rank}_numtokens.json").write_text(json.dumps(tokens))
         assert read(tmp_path).tokens.tolist() == [1201] * 3
 
+    def test_tokens_of_an_iteration_are_those_of_its_fullest_layer(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path, iterations=(100, 9))
+        for rank in (1, 0):
+            tokens = {f"{i}_{layer}": i + rank + layer % 3 for i in (100, 9) for layer in (1, 2, 3)}
+            (tmp_path / f"rank{rank}_numtokens.json").write_text(json.dumps(tokens))
+        loads = read(tmp_path)
+        assert (loads.window_ids.tolist(), loads.tokens.tolist()) == ([9, 100], [23, 205])
+        assert (loads.counts == counts.sum(0)[::-1]).all()
+        (tmp_path / "rank0_numtokens.json").unlink()
+        assert read(tmp_path).tokens.tolist() == (loads.counts.sum(2).max(1) // 2).tolist()
+
+    def test_ranks_record_the_same_iterations(self, tmp_path: Path) -> None:
+        self.write(tmp_path)
+        save_file({f"100_{layer}": poisson(8) for layer in (1, 2, 3)}, tmp_path / "rank1.safetensors")
+        with pytest.raises(TraceError, match="iteration 101, layer 1 is not in every rank's file"):
+            read(tmp_path)
+
     def test_ranks_that_repeat_each_other_count_once(self, tmp_path: Path) -> None:
         counts = self.write(tmp_path, ranks=1)
         for rank in (1, 2, 3):
@@ -379,8 +442,31 @@ class TestVllmLoadStats:
             read(tmp_path / "s.jsonl")
         assert caught.value.layer == 2
 
+    def test_the_meta_record_stands_in_front(self, tmp_path: Path) -> None:
+        (tmp_path / "s.jsonl").write_text("\n".join([self.record(10, poisson(3, 10)), self.META]))
+        with pytest.raises(TraceError, match="eplb_load_meta comes after the first step") as caught:
+            read(tmp_path / "s.jsonl")
+        assert caught.value.row == 2
+
+    def test_records_without_a_step_are_counted_from_0(self, tmp_path: Path) -> None:
+        lines = [self.record(0, poisson(3, 10)).replace('"step": 0, ', "") for _ in range(3)]
+        (tmp_path / "s.jsonl").write_text("\n".join([self.META, *lines]))
+        assert read(tmp_path / "s.jsonl").window_ids.tolist() == [0, 1, 2]
+
+    def test_a_map_of_another_shape_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "s.jsonl").write_text(self.record(10, poisson(3, 9)))
+        with pytest.raises(TraceError, match=r"expert_load is \[3, 9\]; p2l_map is \[3, 10\]"):
+            read(tmp_path / "s.jsonl")
+
+    def test_slots_without_an_expert_count_nothing(self, tmp_path: Path) -> None:
+        counts, table = poisson(3, 10), MAP.copy()
+        table[1, 9] = -1
+        (tmp_path / "s.jsonl").write_text(self.record(10, counts, table))
+        counts[1, 9] = 0
+        assert read(tmp_path / "s.jsonl").counts[0].tolist() == folded(counts).tolist()
+
     def test_a_missing_step_is_named(self, tmp_path: Path) -> None:
-        lines = [self.record(step, poisson(3, 10)) for step in (10, 20, 40)]
+        lines = [self.record(step, poisson(3, 10)) for step in (10, 30, 40)]
         (tmp_path / "s.jsonl").write_text("\n".join(lines))
         assert any("1 recording missing" in warning for warning in read(tmp_path / "s.jsonl").warnings)
 
@@ -431,6 +517,29 @@ class TestVllmRoutes:
         loads = read(tmp_path / "r.jsonl")
         assert (loads.counts.sum(0) == reference(ids[2:], 8)).all()
         assert loads.dropped == {"startup_profile_rows": 133}
+
+    def test_a_run_that_ends_with_a_block_is_dropped_whole(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("eplb_cli.traces.vllm_routes.BLOCK_ROWS", 1)
+        monkeypatch.setattr("eplb_cli.traces.jsonl.CHUNK_BYTES", 1500)
+        ids = random_ids(12, 3, 2, 8)
+        for run in range(2, 20):
+            lines = [self.META, *self.lines(np.repeat(ids[:1], run, 0)), *self.lines(ids[1:])]
+            (tmp_path / "r.jsonl").write_text("\n".join(lines) + "\n")
+            loads = read(tmp_path / "r.jsonl")
+            assert loads.dropped == ({"startup_profile_rows": run} if run >= 4 else {})
+            assert loads.tokens.sum() == (11 if run >= 4 else 11 + run)
+
+    def test_the_row_of_a_bad_id_is_the_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("eplb_cli.traces.vllm_routes.BLOCK_ROWS", 1)
+        monkeypatch.setattr("eplb_cli.traces.jsonl.CHUNK_BYTES", 1500)
+        ids = random_ids(40, 3, 2, 8)
+        ids[38, 1, 0] = 8
+        (tmp_path / "r.jsonl").write_text("\n".join([self.META, *self.lines(ids)]))
+        with pytest.raises(TraceError, match="id 8 >= num_experts 8 at column 0") as caught:
+            read(tmp_path / "r.jsonl")
+        assert (caught.value.row, caught.value.layer) == (38, 2)
 
     def test_real_tokens_that_repeat_later_stay(self, tmp_path: Path) -> None:
         ids = np.concatenate([random_ids(9, 3, 2, 8), np.repeat(random_ids(1, 3, 2, 8, 5), 30, 0)])
@@ -695,6 +804,11 @@ class TestDlblas:
         assert result.loads.window_ids.tolist() == [20, 100]
         assert result.loads.dropped == {"counters_before_recording": int(steps[0].sum())}
         assert any("all 2 ranks hold the same sums" in note for note in result.notes)
+        again = read_traces(backwards(tmp_path), ReadOptions(MODEL)).loads
+        assert (again.counts == steps[1:]).all()
+        assert [source.name for source in again.sources] == [
+            f"rank0_step{n}_experts_counts.json" for n in (10, 20, 100)
+        ]
 
     def test_a_lone_snapshot_counts_from_the_start(self, tmp_path: Path) -> None:
         counts = poisson(3, 8)
@@ -715,6 +829,18 @@ class TestDlblas:
             (tmp_path / f"expert_load_rank{rank}.json").write_text(json.dumps(document))
         loads = read(tmp_path)
         assert (loads.counts[0] == counts.sum(0)).all() and reader_of(loads) == "dlblas-load"
+
+    def test_layers_of_ranks_meet_by_number(self, tmp_path: Path) -> None:
+        counts = poisson(2, 3, 8)
+        for rank, layers in enumerate(((10, 9, 2), (2, 10, 9))):
+            document = {f"layer_{layer}": counts[rank, (2, 9, 10).index(layer)].tolist() for layer in layers}
+            (tmp_path / f"expert_load_rank{rank}.json").write_text(json.dumps(document))
+        loads = read(tmp_path, options=ReadOptions())
+        assert (loads.counts[0] == counts.sum(0)).all() and loads.layer_ids.tolist() == [2, 9, 10]
+        document = {f"layer_{layer}": counts[0, 0].tolist() for layer in (2, 9, 11)}
+        (tmp_path / "expert_load_rank1.json").write_text(json.dumps(document))
+        with pytest.raises(TraceError, match="all ranks have the same layers"):
+            read(tmp_path, options=ReadOptions())
 
 
 class TestImatrix:
@@ -770,6 +896,18 @@ class TestDs4Hits:
         self.write(tmp_path / "hits.csv", np.full((3, 8), 251), 1000)
         assert any("tokens x top-k = 2000" in warning for warning in read(tmp_path / "hits.csv").warnings)
 
+    def test_tokens_are_those_of_the_fullest_layer(self, tmp_path: Path) -> None:
+        rows = [
+            f"{layer},{expert},{tokens // 4},{tokens}" for layer, tokens in ((3, 800), (1, 1000)) for expert in range(8)
+        ]
+        (tmp_path / "hits.csv").write_text("\n".join(["layer,expert,hits,layer_rows", *rows]))
+        loads = read(tmp_path / "hits.csv", options=ReadOptions())
+        assert (loads.tokens.tolist(), loads.top_k, loads.counts[0, :, 5].tolist()) == ([1000], 2, [250, 200])
+        (tmp_path / "hits.csv").write_text("\n".join(["layer,expert,hits,layer_rows", *rows, "3,8,200,801"]))
+        with pytest.raises(TraceError, match="layer_rows is 801; it was 800") as caught:
+            read(tmp_path / "hits.csv", options=ReadOptions())
+        assert (caught.value.layer, caught.value.row) == (3, 18)
+
     def test_a_pair_there_twice_is_refused(self, tmp_path: Path) -> None:
         self.write(tmp_path / "hits.csv", np.full((3, 8), 250), 1000)
         path = tmp_path / "hits.csv"
@@ -788,6 +926,16 @@ class TestSmallerShapes:
         assert (loads.counts[0] == counts).all() and loads.tokens.tolist() == [1000]
         assert not any("tokens x top-k" in warning for warning in loads.warnings)
         assert reader_of(loads) == "saliency-json"
+
+    def test_saliency_layers_are_numbers(self, tmp_path: Path) -> None:
+        counts = poisson(3, 8)
+        layers = {str(layer): {"cnt": counts[row].tolist()} for row, layer in ((2, 10), (1, 9), (0, 3))}
+        (tmp_path / "a.json").write_text(json.dumps({"n_expert": 8, "layers": layers}))
+        loads = read(tmp_path / "a.json", options=ReadOptions())
+        assert (loads.counts[0] == counts).all() and loads.layer_ids.tolist() == [3, 9, 10]
+        (tmp_path / "a.json").write_text(json.dumps({"n_expert": 9, "layers": layers}))
+        with pytest.raises(TraceError, match="n_expert is 9; cnt has 8 numbers"):
+            read(tmp_path / "a.json", options=ReadOptions())
 
     def test_heat_map_needs_the_expert_count(self, tmp_path: Path) -> None:
         (tmp_path / "a.json").write_text('{"1": {"1": 7641, "3": 17636}, "2": {"0": 25277}, "3": {"7": 25277}}')
@@ -833,6 +981,18 @@ class TestSmallerShapes:
         loads = read(tmp_path)
         assert (loads.counts.sum(0) == reference(ids, 8)).all()
         assert (loads.tokens.sum(), loads.layer_ids.tolist(), reader_of(loads)) == (30, [1, 2, 3], "esft")
+        assert (read(*backwards(tmp_path)).counts == loads.counts).all()
+
+    def test_the_row_of_a_bad_id_is_the_esft_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("eplb_cli.traces.layer_files.LINES_A_BLOCK", 4)
+        ids = random_ids(11, 3, 2, 8)
+        ids[10, 2, 0] = 9
+        for row, layer in enumerate((1, 2, 3)):
+            lines = ["\t".join(map(str, picks)) + "\t\t0.5\t0.5" for picks in ids[:, row].tolist()]
+            (tmp_path / f"layer_{layer}.txt").write_text("\n".join(lines))
+        with pytest.raises(TraceError, match="id 9 >= num_experts 8") as caught:
+            read(tmp_path)
+        assert (caught.value.row, caught.value.layer) == (10, 3)
 
     def test_esft_lines_of_sequences_take_top_k_from_the_model(self, tmp_path: Path) -> None:
         ids = random_ids(30, 3, 2, 8)
@@ -858,6 +1018,20 @@ class TestSmallerShapes:
                 np.savez(tmp_path / f"routing_iter_{iteration}_layer_{layer}.npz", data=part)
         loads = read(tmp_path)
         assert (loads.counts.sum(0) == reference(ids, 8)).all() and reader_of(loads) == "step-npz"
+
+    def test_step_iterations_and_layers_go_by_number(self, tmp_path: Path) -> None:
+        ids = random_ids(24, 3, 2, 8).astype(np.int64)
+        for place, iteration in enumerate((2, 9, 10)):
+            for row, layer in enumerate((1, 2, 3)):
+                part = ids[8 * place : 8 * place + 8, row]
+                np.savez(tmp_path / f"routing_iter_{iteration}_layer_{layer}.npz", data=part)
+        options = ReadOptions(MODEL, window_tokens=8)
+        loads = read(*backwards(tmp_path), options=options)
+        assert loads.counts.tolist() == [reference(ids[i : i + 8], 8).tolist() for i in (0, 8, 16)]
+        np.savez(tmp_path / "routing_iter_10_layer_3.npz", data=np.where(np.arange(8) == 5, 9, ids[16:, 2].T).T)
+        with pytest.raises(TraceError, match="id 9 >= num_experts 8") as caught:
+            read(tmp_path, options=options)
+        assert (caught.value.row, caught.value.layer) == (21, 3)
 
 
 class TestEplbRecording:

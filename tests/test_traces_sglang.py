@@ -66,6 +66,14 @@ def test_the_rank_layout_is_added_over_ranks(tmp_path: Path) -> None:
     assert "4 ranks were added" in result.notes[0]
 
 
+def test_ranks_add_up_beyond_32_bits(tmp_path: Path) -> None:
+    counts = np.full((4, 3, 8), 2**30, np.int32) + np.arange(8, dtype=np.int32)
+    content = {"logical_count": torch.from_numpy(counts), "logical_count_layout": "rank_layer_expert"}
+    torch.save(content, tmp_path / "a.pt")
+    loads = read_traces([tmp_path / "a.pt"], ReadOptions(MODEL)).loads
+    assert loads.counts[0].tolist() == [[2**32 + 4 * expert for expert in range(8)]] * 3
+
+
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     dump(tmp_path / "a.pt", logical_count_layout="expert_layer_rank")
     with pytest.raises(TraceError, match="logical_count_layout is 'expert_layer_rank'"):

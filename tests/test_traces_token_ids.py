@@ -314,6 +314,12 @@ def test_an_archive_names_its_layers(tmp_path: Path) -> None:
     assert (loads.counts.sum(0) == reference(ids, 8)[::-1]).all()
 
 
+def test_an_archive_of_another_models_experts_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", topk_ids=random_ids(12, 2, 2, 8), num_experts=np.array(16))
+    with pytest.raises(TraceError, match="was recorded with 16 experts; the model has 8"):
+        read_traces([tmp_path / "a.npz"], ReadOptions(MODEL))
+
+
 def test_sequence_lengths_must_add_up(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", topk_ids=random_ids(12, 2, 2, 8), seq_lens=np.array([5, 5]))
     with pytest.raises(TraceError, match="seq_lens add up to 10; the trace has 12 tokens"):
