@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from eplb_cli.errors import LoadsError, OutputError, TraceError
 from eplb_cli.loads import ExpertLoads, Source, concatenate, mix, refuse_constant_routing
+from eplb_cli.tensors import parse_header, read_array
 
 
 def loads(counts: list[list[list[int]]], **fields: object) -> ExpertLoads:
@@ -423,3 +425,11 @@ def test_nothing_has_no_share() -> None:
     empty = ExpertLoads(np.zeros((1, 2, 8), np.int64), np.zeros(1, np.int64), np.array([1, 3], np.int32))
     with pytest.raises(LoadsError, match="profile 1 of the mix holds no assignments"):
         mix([mixable(10, 1, 0), empty], [1, 1])
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused() -> None:
+    whole = safetensors_bytes({"counts": entry("I64", [3], 0, 24)}, bytes(24))
+    header = parse_header(io.BytesIO(whole), LoadsError)
+    assert read_array(io.BytesIO(whole), header, header.tensors["counts"], LoadsError).tolist() == [0, 0, 0]
+    with pytest.raises(LoadsError, match="tensor counts: is cut"):
+        read_array(io.BytesIO(whole[:-1]), header, header.tensors["counts"], LoadsError)

@@ -12,7 +12,7 @@ from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.traces import ReadOptions, read_traces
 from eplb_cli.traces.checks import dummy_windows, expected_loss, one_rank_of
 from eplb_cli.traces.layers import resolve_layers
-from eplb_cli.traces.protocol import LayerAxis
+from eplb_cli.traces.protocol import Counters, LayerAxis
 from eplb_cli.traces.windows import WindowStore
 from tests.test_traces_recorders import poisson
 from tests.test_traces_token_ids import random_ids
@@ -205,6 +205,15 @@ def test_dead_counts_beside_live_ones_are_refused_by_their_own_name(tmp_path: Pa
     few[..., 5] = 31  # two windows of 31 picks: a quiet file may look like that
     np.save(tmp_path / "b.npy", few)
     assert read_traces([tmp_path], ReadOptions()).loads.counts.sum() == live.sum() + few.sum()
+
+
+def test_a_counter_may_begin_with_a_dummy_batch(tmp_path: Path) -> None:
+    live = poisson(1, 3, 8)
+    warm_up = np.zeros_like(live)
+    warm_up[..., 5] = 100
+    np.save(tmp_path / "a.npy", warm_up)
+    np.save(tmp_path / "b.npy", warm_up + live)
+    assert read_traces([tmp_path], ReadOptions(counters=Counters.cumulative)).loads.counts.tolist() == live.tolist()
 
 
 @pytest.mark.parametrize(("factor", "told"), [(1, False), (2, True), (61, True)])
