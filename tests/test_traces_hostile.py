@@ -225,3 +225,9 @@ def test_an_array_header_of_no_length_is_refused(tmp_path: Path) -> None:
     content = npy(poisson(2, 3, 8))
     (tmp_path / "a.npy").write_bytes(content[:8] + bytes(2) + content[10:])
     refuse(tmp_path / "a.npy", r"has a damaged \.npy header")
+
+
+def test_a_map_of_billions_of_experts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{STATS}\n".replace("[[0, 1]]", "[[0, 4294967296]]"))
+    with pytest.raises(TraceError, match=r"a\.jsonl.*puts expert 4294967296 into slot 1; experts are 0\.\.65535"):
+        read_traces([tmp_path], ReadOptions())

@@ -14,7 +14,7 @@ from eplb_cli.loads import NEVER_FILLED, RECORD_ANEW, ExpertLoads, ModelShape
 from eplb_cli.loads import refuse_constant_routing as loads_refuse_constant_routing
 from eplb_cli.traces.counting import Ranges, within
 from eplb_cli.traces.layers import LayerRows
-from eplb_cli.traces.protocol import Counters, ReadOptions, TokenBlock
+from eplb_cli.traces.protocol import MOST_EXPERTS, Counters, ReadOptions, TokenBlock
 
 __all__ = [
     "TRUSTED_PICKS_PER_EXPERT",
@@ -285,7 +285,7 @@ def experts_of_map(
     Raises:
         TraceError: the map names an expert that the model does not have.
     """
-    experts = known if known is not None else int(physical_to_logical.max(initial=-1)) + 1
+    experts = known if known is not None else min(MOST_EXPERTS, int(physical_to_logical.max(initial=-1)) + 1)
     outside = np.argwhere((physical_to_logical < -1) | (physical_to_logical >= experts))
     if outside.size:
         layer, slot = (int(i) for i in outside[0])
