@@ -137,13 +137,14 @@ def test_a_block_that_no_rank_holds_is_not_one_ranks() -> None:
 
 
 @pytest.mark.parametrize("windows", [1, 4, 5, 8, 9, 33, 100])
-def test_merged_windows_hold_their_neighbours(windows: int) -> None:
+@pytest.mark.parametrize("limit", [4, 5])
+def test_merged_windows_hold_their_neighbours(windows: int, limit: int) -> None:
     parts = np.random.default_rng(0).integers(0, 99, (windows, 2, 3))
-    store = WindowStore(2, 3, limit=4)
+    store = WindowStore(2, 3, limit)
     for index, part in enumerate(parts):
         store.append(part, int(part.sum()), index)
     counts, tokens, ids = store.arrays()
-    assert len(counts) <= 4 and store.merged == max(1, 2 ** int(np.ceil(np.log2(windows / 4))))
+    assert len(counts) <= limit and store.merged == max(1, 2 ** int(np.ceil(np.log2(windows / limit))))
     starts = range(0, windows, store.merged)
     assert ids.tolist() == list(starts)
     assert [parts[i : i + store.merged].sum(0).tolist() for i in starts] == counts.tolist()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb_cli.errors import TraceError
 from eplb_cli.loads import ModelShape
 from eplb_cli.traces import ReadOptions, read_traces
 from eplb_cli.traces.files import TraceFile, natural_key
@@ -53,6 +54,16 @@ def test_samples_never_make_two_files_replicas(tmp_path: Path, monkeypatch: pyte
     first, second = TraceFile(tmp_path / "a.npy"), TraceFile(tmp_path / "b.npy")
     assert first.sha256 == second.sha256 and first.identity != second.identity
     assert read_traces([tmp_path], ReadOptions(MODEL)).loads.tokens.sum() == 10_000
+
+
+def test_a_line_longer_than_any_recorders_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eplb_cli.traces.files.MAX_LINE_BYTES", 40)
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + '{"a": "' + "x" * 29 + '"}\n{"a": "' + "x" * 30 + '"}\n')
+    records = TraceFile(tmp_path / "a.jsonl").records()
+    assert [next(records)[0], next(records)[0]] == [1, 2]
+    with pytest.raises(TraceError, match="is longer than any recorder's line") as caught:
+        next(records)
+    assert caught.value.row == 3
 
 
 def test_rank_2_comes_before_rank_10() -> None:

@@ -866,6 +866,23 @@ class TestImatrix:
         assert (loads.counts[0] == counts).all()
         assert (loads.layer_ids.tolist(), reader_of(loads)) == ([1, 2, 3], "llama-imatrix")
 
+    def test_projections_that_differ_are_told(self, tmp_path: Path) -> None:
+        from gguf import GGUFWriter
+
+        writer = GGUFWriter(tmp_path / "imatrix.gguf", "imatrix")
+        counts = poisson(3, 8).astype(np.float32)
+        for row, layer in ((2, 3), (0, 1), (1, 2)):
+            for name, more in (("up", float(layer == 2)), ("down", 0.0)):
+                writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.weight.counts", (counts[row] + more).reshape(-1, 1))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        loads = read(tmp_path / "imatrix.gguf")
+        assert (loads.counts[0] == counts).all()
+        differ = [warning for warning in loads.warnings if "differ; ffn_down was counted" in warning]
+        assert differ == ["imatrix.gguf: layer 2: ffn_up and ffn_down differ; ffn_down was counted"]
+
     def test_a_gguf_without_expert_counts_says_so(self, tmp_path: Path) -> None:
         self.write(tmp_path / "model.gguf", poisson(3, 8), names=())
         with pytest.raises(TraceError, match=r"nearest: llama-imatrix, but a GGUF without ffn_"):

@@ -17,6 +17,7 @@ from eplb_cli.traces import ReadOptions, open_recordings, read_traces
 from eplb_cli.traces.arrays import array_kind
 from eplb_cli.traces.bit_counting import count_sets
 from eplb_cli.traces.counting import BadExpertIdError, Loop, count_token_ids
+from eplb_cli.traces.tokens import recorded_tokens
 
 MODEL = ModelShape("Qwen3MoeForCausalLM", 8, 2, 5, (1, 3))
 
@@ -382,6 +383,36 @@ def test_traces_of_different_top_k_have_none(tmp_path: Path, folders: tuple[str,
     paths = [tmp_path / folders[0], tmp_path / folders[1]][: len(set(folders))]
     assert read_traces(paths, ReadOptions(ModelShape(None, 8))).loads.top_k is None
     assert read_traces([tmp_path / "x" / "2.npy"], ReadOptions(ModelShape(None, 8))).loads.top_k == 2
+
+
+def test_single_tokens_keep_their_phase_layer_and_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eplb_cli.traces.arrays.ROWS_BYTES", 4 * 4)  # rows of 4 bytes: blocks of 4 tokens
+    path, ids = tmp_path / "a.npz", random_ids(11, 2, 2, 8)
+
+    def recorded(phase: int, layers: list[int], second: list[int] | None = None) -> list[tuple[int, int]]:
+        np.savez(path, topk_ids=ids, layer_ids=layers, seq_lens=[11], prompt_lens=[6])
+        paths = [path]
+        if second:
+            paths.append(tmp_path / "b" / "b.npz")
+            paths[1].parent.mkdir(exist_ok=True)
+            np.savez(paths[1], topk_ids=ids, layer_ids=second)
+        options = ReadOptions(ModelShape(None, 8), phase=phase)
+        found = list(recorded_tokens(open_recordings(paths, options), options))
+        assert all(tokens.layer_ids.tolist() == sorted(layers) for tokens in found)
+        order = np.argsort(layers)
+        wanted = ids[:, order][{0: slice(None), 1: slice(6), 2: slice(6, None)}[phase]]
+        if not second:
+            assert (np.concatenate([tokens.ids for tokens in found]) == wanted).all()
+        return [(tokens.phase, len(tokens.ids)) for tokens in found]
+
+    assert recorded(0, [7, 4]) == [(1, 4), (1, 2), (2, 2), (2, 3)]
+    assert recorded(2, [7, 4], [4, 7]) == [(2, 2), (2, 3), (2, 4), (2, 4), (2, 3)]
+    with pytest.raises(TraceError, match=r"holds layers 4, 8; before came layers 4, 7"):
+        recorded(0, [7, 4], [8, 4])
+    ids[9, 0, 1] = 8
+    with pytest.raises(TraceError, match="id 8") as caught:
+        recorded(0, [7, 4])
+    assert (caught.value.row, caught.value.layer) == (9, 7)
 
 
 def test_files_of_different_layers_do_not_merge(tmp_path: Path) -> None:
