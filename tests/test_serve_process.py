@@ -51,7 +51,8 @@ class Fake:
 
     def environment(self, **scenario: Any) -> dict[str, str]:
         """Variables that put the server in vLLM's place."""
-        return {"PYTHONPATH": str(FAKE), "FAKE_VLLM": json.dumps({"log": str(self.log), **scenario})}
+        path = os.pathsep.join([str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {"PYTHONPATH": path, "FAKE_VLLM": json.dumps({"log": str(self.log), **scenario})}
 
     def events(self, start: str = "") -> list[str]:
         """The events so far that start so."""
