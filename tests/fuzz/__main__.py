@@ -94,6 +94,7 @@ def run_case(target: str, folder: Path) -> tuple[str, str]:
     if child == 0:
         os.close(reader)
         os.setsid()
+        signal.alarm(int(WALL_SECONDS) + 1)  # should the parent be gone by then
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nothing, descriptor)
