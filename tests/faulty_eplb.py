@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import rich.progress  # noqa: F401 - before the forks, not in each
+import typer.main
 
 from eplb_cli import files
 from eplb_cli.checkpoint import convert as _convert  # noqa: F401 - likewise
 from eplb_cli.checkpoint import copying
-from eplb_cli.cli import main
+from eplb_cli.cli import app, main
 
 CALLS = {
     "pwritev": os,
@@ -101,7 +102,7 @@ def start(fault: str, arguments: list[str], *, sync: bool = True, swap: bool = T
         swap: false takes the file system for one that knows no flags of renameat2.
         buffer: bytes of one write, and of the steps from which a killed run goes on.
     """
-    _load()
+    command = _command()
     folder = Path(tempfile.mkdtemp(prefix="eplb-run-"))
     for name in ("out", "err", "calls"):
         (folder / name).touch()
@@ -116,6 +117,7 @@ def start(fault: str, arguments: list[str], *, sync: bool = True, swap: bool = T
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / name, os.O_WRONLY), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        typer.main.get_command = lambda _: command
         _install(fault, folder / "calls", sync=sync, swap=swap)
         copying._BUFFER = copying._STEP = buffer
         code = main(arguments)
@@ -126,10 +128,11 @@ def start(fault: str, arguments: list[str], *, sync: bool = True, swap: bool = T
 
 
 @cache
-def _load() -> None:
-    """Import here what reading a command line imports, or every fork does it anew, for most of its time."""
+def _command() -> Any:
+    """The command line, built here with all that it imports; every fork would do it anew, for most of its time."""
     with contextlib.redirect_stderr(io.StringIO()):
         main(["convert", ".", os.devnull, "-o", "."])
+    return typer.main.get_command(app)
 
 
 def _install(fault: str, log: Path, *, sync: bool, swap: bool) -> None:

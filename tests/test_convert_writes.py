@@ -92,7 +92,7 @@ class Job:
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "_BUFFER", PAGE)
-    monkeypatch.setattr(copying, "_STEP", PAGE)
+    monkeypatch.setattr(copying, "_STEP", 1)
 
 
 @pytest.fixture
