@@ -209,6 +209,13 @@ class TestSglangCsv:
             self.write(tmp_path, 0, [(1, 0, int(time)), (1, 3, 1)], time)
         assert read(tmp_path).counts[:, 0, 0].tolist() == [1, 2]
 
+    def test_layers_absent_from_a_dump_are_zero_in_its_window(self, tmp_path: Path) -> None:
+        self.write(tmp_path, 0, [(3, 1, 6), (1, 0, 5)], 1.5)
+        self.write(tmp_path, 0, [(2, 2, 4), (3, 7, 9)], 2.5)
+        loads = read(tmp_path)
+        assert loads.layer_ids.tolist() == [1, 2, 3]
+        assert loads.counts.sum(2).tolist() == [[5, 0, 6], [0, 4, 9]]
+
     def test_the_expert_count_must_be_given(self, tmp_path: Path) -> None:
         self.write(tmp_path, 0, [(1, 0, 5)])
         with pytest.raises(UsageError, match="how many experts"):

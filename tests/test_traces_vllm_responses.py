@@ -57,6 +57,16 @@ def test_a_saved_response_splits_into_prefill_and_decode(tmp_path: Path) -> None
     assert loads.sources[0].reader == "vllm-response"
 
 
+@pytest.mark.parametrize("row", [6, 13])
+def test_a_bad_id_names_its_row_of_the_choice(tmp_path: Path, row: int) -> None:
+    ids = routing(14)
+    ids[row, 2, 1] = 8
+    (tmp_path / "a.json").write_text(json.dumps(response(ids, prompt=10, completion=5, cached=3)))
+    with pytest.raises(TraceError, match="id 8 >= num_experts 8 at column 1") as caught:
+        read_traces([tmp_path / "a.json"], ReadOptions(MODEL))
+    assert (caught.value.row, caught.value.layer) == (row, 2)
+
+
 def test_rows_of_a_cached_prefix_loaded_no_expert(tmp_path: Path) -> None:
     ids = routing(14)
     (tmp_path / "a.json").write_text(json.dumps(response(ids, prompt=10, completion=5, cached=6)))
