@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save_file
 
 from eplb_cli.errors import TraceError, UsageError
-from eplb_cli.loads import ModelShape
+from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.placement import Placement
 from eplb_cli.traces import Counters, RankDumps, ReadOptions, read_traces
 
@@ -186,6 +186,12 @@ def test_a_phase_that_was_not_recorded_is_the_users_word(tmp_path: Path) -> None
     loads = read_traces([write(tmp_path / "a.npy", COUNTS)], ReadOptions(MODEL, phase=2)).loads
     assert (loads.phase, loads.num_windows) == ("decode", 3)
     assert "the trace does not tell prefill from decode; taken as decode, as --phase says" in loads.warnings
+
+
+def test_a_profile_without_top_k_does_not_take_anothers(tmp_path: Path) -> None:
+    for name, top_k in (("a", 4), ("b", None)):
+        ExpertLoads(COUNTS, np.zeros(3, np.int64), np.array([1, 3], np.int32), top_k=top_k).save(tmp_path / name)
+    assert read_traces([tmp_path / "a", tmp_path / "b"], ReadOptions()).loads.top_k == 4
 
 
 def test_slots_taken_for_experts_ask_for_the_map(tmp_path: Path) -> None:
