@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -219,7 +218,7 @@ def vllm_models(
     tiny_qwen3_moe_fused: Path,
     tiny_llama4_text: Path,
     tiny_llama4_per_expert: Path,
-) -> Iterator[dict[str, Served]]:
+) -> dict[str, Served]:
     """The tiny models by name."""
     multimodal = _with_processor(llama4_multimodal(tmp_path_factory.mktemp("llama4_mm_served")))
     served = (
@@ -229,11 +228,7 @@ def vllm_models(
         Served("llama4-per-expert", tiny_llama4_per_expert, 8, 2, (1, 3)),
         Served("llama4-multimodal", multimodal, 8, 2, (1, 3)),
     )
-    yield {model.name: model for model in served}
-    # The sockets between vLLM's processes, which it leaves behind.
-    for path in Path(tempfile.gettempdir()).iterdir():
-        if path.is_socket():
-            path.unlink()
+    return {model.name: model for model in served}
 
 
 def free_plan(model: Served, *, ep_size: int = 2, redundant: int | None = None, seed: int = 0) -> Placement:
