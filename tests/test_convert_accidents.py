@@ -460,9 +460,10 @@ def test_force_replaces_an_output_whose_files_get_one_more_name(tmp_path: Path, 
     ("out", "said"),
     [
         ("source/out", "the output lies in the source"),
-        ("source", "the output exists already"),
-        (".", "is no name for a new folder"),
-        ("out/..", "is no name for a new folder"),
+        ("source", "the output lies in the source"),
+        (".", "the source lies in the output"),
+        ("out/..", "the source lies in the output"),
+        ("other/inner/..", "is no name for a new folder"),
         ("missing/out", "the output's folder does not exist"),
         ("link/out", "the output lies in the source"),
     ],
@@ -472,6 +473,7 @@ def test_outputs_that_cannot_be(
 ) -> None:
     place = Place(tmp_path, megabytes=1)
     (tmp_path / "out").mkdir()
+    (tmp_path / "other" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to(place.source)
     monkeypatch.chdir(tmp_path)
     run = eplb("convert", place.source, place.plan, "-o", out)

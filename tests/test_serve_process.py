@@ -623,6 +623,7 @@ def run_in(folder: Path, environment: dict[str, str], *words: object) -> subproc
 EPLB = (sys.executable, "-P", "-c", "import sys; from eplb_cli.cli import run; sys.argv[0] = 'eplb'; run()")
 
 
+@pytest.mark.usefixtures("needs_vllm")
 def test_no_command_runs_a_module_of_the_current_folder(
     fake: Fake, hostile: Path, tiny_qwen3_moe: Path, plan: Path
 ) -> None:
