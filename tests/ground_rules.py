@@ -36,6 +36,9 @@ LACKS = {
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 
+OTHERS_FOLDERS = {".cache", ".rustup"}
+"""What tools keep in a home folder: caches, and rustup's own, made when pip asks for the compiler's version."""
+
 SESSION = "EPLB_TEST_SESSION"
 """Every process that a test starts inherits this variable, and is found by it."""
 
@@ -111,7 +114,7 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         *(f"process {pid}: {command}" for pid, command in processes.items()),
         *(f"mount {place}" for place in mounts_below(tmp_path_factory.getbasetemp(), Path("/proc/mounts").read_text())),
         *(f"in the temporary folder: {path.name}" for path in temporary.iterdir() if not _is_vllms(path)),
-        *(f"in the home folder: {path.name}" for path in home.iterdir() if path.name != ".cache"),
+        *(f"in the home folder: {path.name}" for path in home.iterdir() if path.name not in OTHERS_FOLDERS),
         *(f"shared memory {path}" for path in _unused(set(SHARED_MEMORY.iterdir()) - memory) if not _is_vllms(path)),
     ]
     for path in _unused(set(SHARED_MEMORY.iterdir()) - memory):
