@@ -16,7 +16,7 @@ from eplb_cli.cli import main
 from tests.ground_rules import (  # noqa: F401 - hooks and a fixture for every test
     nothing_left_behind,
     pytest_addoption,
-    pytest_collection_modifyitems,
+    pytest_itemcollected,
     pytest_make_collect_report,
     pytest_runtest_makereport,
 )

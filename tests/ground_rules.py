@@ -15,7 +15,7 @@ import pytest
 __all__ = [
     "nothing_left_behind",
     "pytest_addoption",
-    "pytest_collection_modifyitems",
+    "pytest_itemcollected",
     "pytest_make_collect_report",
     "pytest_runtest_makereport",
 ]
@@ -49,16 +49,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Engines share one process that has vLLM imported, and both cores: `--dist loadgroup` runs them one by one.
 
-    The starts on two ranks share one run of both.
+    The starts on two ranks share one run of both. Marked as soon as it is collected: pytest-xdist reads the groups
+    before any hook of these tests sees the whole list.
     """
-    for item in items:
-        if item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.xdist_group("engines"))
-        elif "starts" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("starts"))
+    if item.get_closest_marker("vllm"):
+        item.add_marker(pytest.mark.xdist_group("engines"))
+    elif "starts" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("starts"))
 
 
 def may_skip(reason: str, lacking: list[str]) -> bool:
@@ -126,7 +126,7 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 def _is_vllms(path: Path) -> bool:
     """Whether vLLM's CPU build made it: sockets between its processes, and memory that its ranks share. They stay when
     its workers are ended before it has cleaned up, which a server that is killed with its session always is."""
-    return path.is_socket() or path.name.startswith("vllm_dist_")
+    return path.is_socket() or path.name.startswith(("vllm_dist_", "psm_", "sem.mp-"))
 
 
 def _processes(session: str) -> dict[int, str]:

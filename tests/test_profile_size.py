@@ -19,11 +19,13 @@ pytestmark = pytest.mark.slow
 
 
 def sparse_trace(path: Path, tokens: int) -> None:
-    """uint8 [tokens, 94, 1]: expert 0 throughout, all holes."""
+    """uint8 [tokens, 94, 1]: expert 0 in holes, behind a thousand tokens that show a live recording."""
     with path.open("wb") as stream:
         header = {"descr": "|u1", "fortran_order": False, "shape": (tokens, 94, 1)}
         np.lib.format.write_array_header_1_0(stream, header)
-        stream.truncate(stream.tell() + tokens * 94)
+        start = stream.tell()
+        stream.write(np.repeat(np.arange(1000, dtype=np.uint8) % 7, 94).tobytes())
+        stream.truncate(start + tokens * 94)
 
 
 def start(trace: Path, out: Path) -> subprocess.Popen[bytes]:
