@@ -25,21 +25,28 @@ __all__ = [
     "TraceError",
     "UsageError",
     "ranges",
+    "spans",
 ]
 
 
-def ranges(ids: Iterable[int], word: str = "layer") -> str:
-    """`layers 0-3, 5` for 0, 1, 2, 3, 5, ascending; `layer 5` for one; `no layer` for none."""
+def spans(ids: Iterable[int]) -> str:
+    """`0-3, 5` for 0, 1, 2, 3, 5, ascending."""
     runs: list[list[int]] = []
     for number in map(int, ids):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    if not runs:
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def ranges(ids: Iterable[int], word: str = "layer") -> str:
+    """`layers 0-3, 5` for 0, 1, 2, 3, 5, ascending; `layer 5` for one; `no layer` for none."""
+    listed = spans(ids)
+    if not listed:
         return f"no {word}"
-    return f"{word} {listed}" if runs[0][0] == runs[-1][1] else f"{word}s {listed}"
+    several = "," in listed or "-" in listed[1:]  # a first "-" is a sign
+    return f"{word}s {listed}" if several else f"{word} {listed}"
 
 
 class EplbError(Exception):

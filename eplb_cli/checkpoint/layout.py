@@ -22,7 +22,7 @@ import numpy as np
 from eplb_cli.checkpoint.classify import ClassifiedTensors, Kind, Role, with_expert
 from eplb_cli.checkpoint.safetensors_file import header_bytes
 from eplb_cli.checkpoint.source import INDEX_FILE, Checkpoint
-from eplb_cli.errors import PlacementError
+from eplb_cli.errors import PlacementError, spans
 from eplb_cli.placement import Placement
 from eplb_cli.tensors import TensorEntry
 
@@ -137,7 +137,7 @@ def complete_placement(placement: Placement, layer_ids: Sequence[int]) -> tuple[
     if unknown:
         raise PlacementError(
             f"the plan has {'layer' if len(unknown) == 1 else 'layers'} {', '.join(map(str, unknown))}",
-            rule=f"the model's MoE layers are {_ranges(layer_ids)}",
+            rule=f"the model's MoE layers are {spans(layer_ids)}",
             hint="The plan was made for another model.",
         )
     missing = tuple(sorted(known - set(placement.layer_ids.tolist())))
@@ -403,17 +403,6 @@ def _shard(source: Checkpoint, name: str, tensors: Sequence[OutputTensor]) -> Ou
     modulus = CLONE_BLOCK if offset >= CLONE_BLOCK else 8
     header = header_bytes(entries, metadata or {"format": "pt"}, pad_to=(residue % modulus, modulus))
     return OutputShard(name, header, tuple(tensor.name for tensor in tensors), pieces)
-
-
-def _ranges(ids: Sequence[int]) -> str:
-    """`0-3, 5` for 0, 1, 2, 3, 5."""
-    parts: list[list[int]] = []
-    for layer in ids:
-        if parts and layer == parts[-1][1] + 1:
-            parts[-1][1] = layer
-        else:
-            parts.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def shard_limit(text: str) -> int:

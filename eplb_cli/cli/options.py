@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,16 @@ import typer
 
 from eplb_cli.console import OutputFormat
 
-__all__ = ["ForceOption", "FormatOption", "OutputOption"]
+__all__ = ["ForceOption", "FormatOption", "OutputOption", "Phase"]
+
+
+class Phase(StrEnum):
+    """Which part of the traffic is taken."""
+
+    all = "all"
+    prefill = "prefill"
+    decode = "decode"
+
 
 FormatOption = Annotated[
     OutputFormat, typer.Option("--format", help="human: tables; json: one object on stdout; quiet: nothing on stdout.")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eplb_cli.cli.options import ForceOption, FormatOption, OutputOption
+from eplb_cli.cli.options import ForceOption, FormatOption, OutputOption, Phase
 from eplb_cli.console import Console, OutputFormat
-from eplb_cli.errors import UsageError
+from eplb_cli.errors import UsageError, spans
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,14 +28,6 @@ EXAMPLES = (
     "eplb profile expert_distribution_recorder_1764400000.1.pt --model ./model -o loads.safetensors",
     "eplb profile physical.npy --num-experts 128 --physical-to-logical plan.json -o loads.safetensors",
 )
-
-
-class Phase(StrEnum):
-    """Which windows are kept."""
-
-    all = "all"
-    prefill = "prefill"
-    decode = "decode"
 
 
 class RankDumpsChoice(StrEnum):
@@ -209,7 +201,7 @@ def _tables(loads: ExpertLoads, summary: dict[str, Any], output: Path) -> list[R
         "Written": str(output),
         "Sources": f"{len(loads.sources)} ({', '.join(readers)})",
         "Windows": f"{loads.num_windows} ({loads.phase}){_span(loads)}",
-        "MoE layers": f"{loads.num_layers} ({_ranges(summary['layer_ids'])})",
+        "MoE layers": f"{loads.num_layers} ({spans(summary['layer_ids'])})",
         "Experts": f"{loads.num_experts}, top-k {loads.top_k or 'unknown'}",
         "Tokens": f"{summary['tokens']:,}" if summary["tokens"] or not known else "not told by the recorder",
         "Assignments": f"{summary['assignments']:,}",
@@ -256,14 +248,3 @@ def _skew_map(loads: ExpertLoads) -> RenderableType:
         hottest = np.argsort(-load, kind="stable")[:3]
         table.add_row(str(loads.layer_ids[row]), f"{ratio[row]:.2f}", strip, ", ".join(map(str, hottest)))
     return table
-
-
-def _ranges(ids: list[int]) -> str:
-    """`1-3, 5` for [1, 2, 3, 5]."""
-    runs: list[list[int]] = []
-    for layer in ids:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

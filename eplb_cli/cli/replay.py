@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eplb_cli.cli.options import FormatOption
+from eplb_cli.cli.options import FormatOption, Phase
 from eplb_cli.console import OutputFormat
 
 if TYPE_CHECKING:
@@ -33,14 +33,6 @@ class Dispatch(StrEnum):
     even = "even"
     hash = "hash"
     balanced = "balanced"
-
-
-class Phase(StrEnum):
-    """Which tokens are replayed."""
-
-    all = "all"
-    prefill = "prefill"
-    decode = "decode"
 
 
 def replay(
