@@ -141,9 +141,13 @@ def plan_schema() -> dict[str, Any]:
         "required": ["format", "version", "model", "topology", "num_redundant_experts", "layers"],
         "properties": {
             "balancedness": {
-                "description": "Figures by name: before, after, held_out, bound.",
+                "description": "Figures by name: before, after, held_out, bound; even, where the rule is another.",
                 "type": "object",
                 "additionalProperties": figure,
+            },
+            "dispatch": {
+                **text,
+                "description": "The rule for choosing copies it is made for; absent for an even split.",
             },
             "format": {"const": placement.FORMAT},
             "layers": {

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.dispatch.rules import RULES
 from eplb_cli.errors import PlacementError, ranges
 from eplb_cli.files import atomic_write
 from eplb_cli.metrics import initial_map, replica_counts, require_table
@@ -42,7 +43,9 @@ class Provenance:
         strategy, objective: how the planner chose, and what it minimised.
         seed: the seed that reproduces it.
         profile_sha256: digest of the loads it was planned from.
-        balancedness: figures by name ("before", "after", "held_out", "bound"); None where unknown.
+        balancedness: figures by name ("before", "after", "held_out", "bound", and "even" where the rule is another);
+            None where unknown.
+        dispatch: the rule for choosing copies that it was planned for (`eplb_cli.dispatch`); None for an even split.
     """
 
     architecture: str | None = None
@@ -52,6 +55,7 @@ class Provenance:
     seed: int | None = None
     profile_sha256: str | None = None
     balancedness: Mapping[str, float | None] = field(default_factory=dict)
+    dispatch: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +257,7 @@ class Placement:
             },
             "num_redundant_experts": self.num_redundant_experts,
             "objective": provenance.objective,
+            **({} if provenance.dispatch is None else {"dispatch": provenance.dispatch}),
             "profile_sha256": provenance.profile_sha256,
             "seed": provenance.seed,
             "strategy": provenance.strategy,
@@ -359,6 +364,7 @@ class Placement:
                 top_k=_optional(model, "top_k", int),
                 strategy=_optional(document, "strategy", str),
                 objective=_optional(document, "objective", str),
+                dispatch=_rule(document),
                 seed=_optional(document, "seed", int),
                 profile_sha256=_optional(document, "profile_sha256", str),
                 balancedness={key: _optional(figures, key, float, int) for key in figures},
@@ -368,6 +374,7 @@ class Placement:
 
 _KEYS = {
     "balancedness",
+    "dispatch",
     "format",
     "layers",
     "model",
@@ -382,7 +389,7 @@ _KEYS = {
 _MODEL_KEYS = {"architecture", "experts", "top_k"}
 _TOPOLOGY_KEYS = {"ep_size", "nodes"}
 _LAYER_KEYS = {"layer_id", "moe_index", "physical_to_logical"}
-_FIGURE_KEYS = {"after", "before", "bound", "held_out"}
+_FIGURE_KEYS = {"after", "before", "bound", "even", "held_out"}
 
 
 def _check_keys(mapping: Mapping[str, Any], known: set[str], what: str) -> None:
@@ -408,6 +415,13 @@ def _integer(mapping: Mapping[str, Any], key: str, default: int | None = None) -
     if type(value) is not int or not 0 <= value < 2**31:
         raise PlacementError(f"`{key}` is {shown(value)}", rule="it must be an integer >= 0 that fits in 32 bits")
     return value
+
+
+def _rule(document: Mapping[str, Any]) -> str | None:
+    rule: str | None = _optional(document, "dispatch", str)
+    if rule is not None and rule not in RULES:
+        raise PlacementError(f"`dispatch` is {shown(rule)}", rule=f"it must be one of {', '.join(RULES)}")
+    return rule
 
 
 def _optional(mapping: Mapping[str, Any], key: str, *kinds: type) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "eplb_cli"
 
-BASE = {"errors", "files", "untrusted", "metrics", "loads", "placement"}
+BASE = {"errors", "files", "untrusted", "metrics", "dispatch", "loads", "placement"}
 ALLOWED = {
     "errors": set(),
     "console": {"errors"},
@@ -22,9 +22,9 @@ ALLOWED = {
     "bounds": {"metrics"},
     "dispatch": {"metrics"},
     "loads": {"errors", "files", "metrics", "tensors", "untrusted"},
-    "placement": {"errors", "files", "metrics", "untrusted"},
+    "placement": {"dispatch", "errors", "files", "metrics", "untrusted"},
     "traces": BASE | {"tensors"},
-    "replay": BASE | {"dispatch", "traces"},
+    "replay": BASE | {"traces"},
     "planner": BASE | {"bounds"},
     "exports": BASE | {"tensors"},
     "checkpoint": BASE | {"models", "tensors"},

@@ -89,6 +89,14 @@ def plan(
             "reference's result; stock: the best relabelling that an unmodified vLLM starts from.",
         ),
     ] = "auto",
+    dispatch: Annotated[
+        str,
+        typer.Option(
+            "--dispatch",
+            help="The rule that will choose among an expert's copies. even: equal parts, as in vLLM; "
+            "balanced: by the step's loads (eplb serve --dispatch balanced).",
+        ),
+    ] = "even",
     effort: Annotated[str, typer.Option("--effort", help="fast, normal or thorough search.")] = "normal",
     previous: Annotated[
         Path | None,
@@ -152,6 +160,7 @@ def plan(
         num_groups=num_groups,
         node_policy=node_policy,
         strategy=strategy,
+        dispatch=dispatch,
         effort=effort,
         previous=previous,
         max_moves=max_moves,
@@ -210,6 +219,7 @@ def _request(
     num_groups: int | None,
     node_policy: str,
     strategy: str,
+    dispatch: str,
     effort: str,
     previous: Path | None,
     max_moves: str | None,
@@ -240,6 +250,7 @@ def _request(
         # As in vLLM, a model's groups count only where they split over the nodes; groups asked for must.
         num_groups=num_groups or (model_groups if model_groups > 1 and model_groups % max(num_nodes, 1) == 0 else None),
         strategy=strategy,  # type: ignore[arg-type]  # the planner refuses what it does not know
+        dispatch=dispatch,  # type: ignore[arg-type]
         effort=effort,  # type: ignore[arg-type]
         node_policy=node_policy,  # type: ignore[arg-type]
         seed=seed,
@@ -390,6 +401,8 @@ def _table(
     row("this plan", figures.after)
     row(f"this plan, held out ({min(folds, loads.num_windows)} folds)", figures.held_out, "not known")
     row("upper bound, proven", figures.bound)
+    if figures.even is not None:
+        row("this plan, copies used evenly", figures.even)
     row(f"worst layer {worst.layer_id}, before", worst.before)
     row(f"worst layer {worst.layer_id}, after", worst.after)
     head = (

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.metrics import initial_map, rank_loads, rank_shares
+from eplb_cli.dispatch import loads_under
+from eplb_cli.metrics import initial_map, rank_shares
 from eplb_cli.planner.moves import TradeOff, trade_off
 from eplb_cli.planner.nodes import experts_by_node, off_home_price
 from eplb_cli.planner.reference import deepseek_map
@@ -92,7 +93,7 @@ def cross_validate(
             rows = place(others, topology, request, FOLD_LEVEL[request.effort])
         else:
             rows, _ = place_after(previous, others, topology, replace(request, effort="fast"))
-        scored.append(rank_loads(rows, counts[first:last], topology.ep_size))
+        scored.append(loads_under(request.dispatch, rows, counts[first:last], topology.ep_size))
     return np.concatenate(scored)
 
 

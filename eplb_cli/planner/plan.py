@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.bounds import balancedness_bound, stock_bound
+from eplb_cli.dispatch import loads_under
 from eplb_cli.errors import LoadsError, PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.metrics import (
@@ -48,12 +49,17 @@ OBJECTIVES = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Balancedness of vLLM's initial layout, of the plan, of plans on windows they did not see, and its upper bound."""
+    """Balancedness of vLLM's initial layout, of the plan, of plans on windows they did not see, and its upper bound.
+
+    `before` is of an even split, which vLLM's own choice comes to; the next three are of the rule planned for. `even`
+    is of the plan under an even split, where that is another rule.
+    """
 
     before: float
     after: float
     held_out: float | None
     bound: float
+    even: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ class PlanResult:
                 "after": figures.after,
                 "held_out": figures.held_out,
                 "bound": figures.bound,
+                **({} if figures.even is None else {"even": figures.even}),
             },
             "max_over_mean": {
                 "before": _reciprocal(figures.before),
@@ -129,6 +136,8 @@ class PlanResult:
             "confidence": self.confidence.as_dict(),
             "warnings": list(self.warnings),
         }
+        if placement.provenance.dispatch is not None:
+            document["dispatch"] = placement.provenance.dispatch
         if self.sweep:
             document["redundancy_sweep"] = [point.as_dict() for point in self.sweep]
         if self.nodes:
@@ -204,7 +213,8 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
     initial = Placement.initial(
         topology.num_experts, topology.num_redundant_experts, topology.ep_size, loads.layer_ids
     ).physical_to_logical
-    before, after = (rank_loads(candidate, loads.counts, topology.ep_size) for candidate in (initial, rows))
+    before = rank_loads(initial, loads.counts, topology.ep_size)
+    after = loads_under(request.dispatch, rows, loads.counts, topology.ep_size)
     per_layer_before, per_layer_after = balancedness_per_layer(before), balancedness_per_layer(after)
     worst = int(per_layer_after.argmin())
     bound, strict_bound = _bounds(loads, topology, request)
@@ -215,6 +225,9 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
         round(balancedness(after), DIGITS),
         None if unseen is None else round(balancedness(unseen), DIGITS),
         _bound_of(request, bound, strict_bound),
+        None
+        if request.dispatch == "even"
+        else round(balancedness(rank_loads(rows, loads.counts, topology.ep_size)), DIGITS),
     )
     layer_ids, named = _all_layers(loads, request.model, request.previous)
     warnings.extend(named)
@@ -229,6 +242,7 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
             top_k=loads.top_k,
             strategy=strategy,
             objective=OBJECTIVES[strategy],
+            dispatch=None if request.dispatch == "even" else request.dispatch,
             seed=request.seed,
             profile_sha256=profile_sha256,
             balancedness={
@@ -236,6 +250,7 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
                 "after": figures.after,
                 "held_out": figures.held_out,
                 "bound": figures.bound,
+                **({} if figures.even is None else {"even": figures.even}),
             },
         ),
     ).for_layers(
@@ -393,7 +408,7 @@ def _node_options(
         options.append(
             NodeOption(
                 policy,
-                round(balancedness(rank_loads(placed, loads.counts, topology.ep_size)), DIGITS),
+                round(balancedness(loads_under(request.dispatch, placed, loads.counts, topology.ep_size)), DIGITS),
                 None if bound is None else round(bound, DIGITS),
                 round(
                     off_home_share(
@@ -441,7 +456,7 @@ def _sweep_redundancy(loads: ExpertLoads, request: PlanRequest) -> tuple[tuple[S
         points.append(
             SweepPoint(
                 redundant,
-                round(balancedness(rank_loads(rows, loads.counts, topology.ep_size)), DIGITS),
+                round(balancedness(loads_under(request.dispatch, rows, loads.counts, topology.ep_size)), DIGITS),
                 None if unseen is None else round(balancedness(unseen), DIGITS),
                 extra,
             )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from eplb_cli.dispatch import RULES, Rule
 from eplb_cli.errors import UsageError
 from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.metrics import require_table, smallest_redundancy
@@ -41,6 +42,7 @@ class PlanRequest:
         num_nodes: nodes the ranks are spread over, in equal consecutive blocks.
         num_groups: routing groups of the model (`n_group` in config.json); None when the router has none.
         strategy: see `eplb_cli.planner`; "auto" takes "windows" when there are two windows or more, else "mean".
+        dispatch: the rule that will choose among copies (`eplb_cli.dispatch`); figures are of that rule.
         effort: how much search; each level is no worse than the one before on the strategy's own objective.
         seed: seeds whatever is random; recorded in the plan.
         folds: K of the contiguous K-fold cross-validation behind `held_out`; below 2 there is none.
@@ -59,6 +61,7 @@ class PlanRequest:
     num_nodes: int = 1
     num_groups: int | None = None
     strategy: Strategy = "auto"
+    dispatch: Rule = "even"
     effort: Effort = "normal"
     seed: int = 0
     folds: int = 5
@@ -105,6 +108,7 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
     """
     for name, value, known in (
         ("strategy", request.strategy, STRATEGIES),
+        ("dispatch", request.dispatch, RULES),
         ("effort", request.effort, EFFORTS),
         ("node-policy", request.node_policy, NODE_POLICIES),
     ):
