@@ -945,12 +945,12 @@ def test_a_source_that_cannot_be_read_for_a_while_keeps_finished_shards(tmp_path
 def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     place = Place(tmp_path)
     peaks = []
-    for megabytes in (8, 400):
-        model = big_qwen3(megabytes)
-        source = model.save(tmp_path / f"source-{megabytes}")
+    for megabytes in (64, 400):  # both fill every buffer of the writer
+        source = big_qwen3(megabytes).save(tmp_path / f"source-{megabytes}")
         command = [sys.executable, "-m", "tests.peak_memory", "convert", str(source), str(place.plan), "-o"]
         command += [str(tmp_path / f"out-{megabytes}"), "--format", "quiet"]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout))
     assert max(peaks) < 100 << 20
-    assert peaks[1] - peaks[0] < 16 << 20
+    # Runs differ by 0.3 MiB on two cores, and kernels count pages a core apart; 2 % kept would be 7 MB.
+    assert peaks[1] - peaks[0] < 4 << 20
