@@ -57,6 +57,14 @@ def test_many_tokens_of_many_batches_open_copies_in_all_of_them_alike() -> None:
     assert all(opened[slot] > 1000 for slot in (2, 5, 6))
 
 
+@pytest.mark.parametrize(("price", "opened"), [(13, [50, 0, 50]), (14, [0, 0, 100])])
+def test_each_copy_is_worth_three_prices_of_what_a_batch_can_rely_on(price: int, opened: list[int]) -> None:
+    # Of 100 tokens 100 - 2 sqrt(100) = 80 can be relied on: two copies at 3 x 13 each, one at 3 x 14.
+    copies = Copies.of(UNEVEN, 6, 3)
+    quota = choose_copies(np.array([[0, 0, 0, 0, 100, 0]]), copies, price, whole_step=False)
+    assert np.bincount(copies.ranks[0, 4], quota[0, 4], 3).tolist() == opened
+
+
 def test_padding_is_not_counted() -> None:
     ids = step([15, 0, 0, 10, 30, 5])
     padded = np.concatenate([ids, np.full((40, 1, 1), -1)])

@@ -21,7 +21,7 @@ PASSES = 8
 """Rounds over the experts with copies: within 0.2 % of the optimum where copies are chained over many ranks."""
 LADDER = (4.0, 2.0, 1.0, 0.5, 0.0)
 """Tokens per open copy, in prices, that are tried in turn after "primaries only"; 0 opens every copy."""
-SHARE_WORTH = 2
+SHARE_WORTH = 3
 """Prices that each copy must be worth where the step's other batches are not seen."""
 
 
@@ -31,7 +31,7 @@ def choose_copies(counts: IntArray, copies: Copies, price: int, *, whole_step: b
     1. How many copies of an expert may serve: its first n // t (at least its primary), where it has n tokens and each
        copy must be worth t of them. Where the batch is the whole step, several t are tried and the one with the least
        time of the slowest rank counts; ties go to the one that opens fewest. Where other ranks have batches of their
-       own, t is twice the price, and n is what can be relied on, two standard deviations below the count, so that ranks
+       own, t is three times the price, and n is what can be relied on, two standard deviations below the count, so that ranks
        agree without talking: a few tokens open nothing.
     2. The tokens are spread over them by `_fill`.
 
