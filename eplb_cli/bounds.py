@@ -28,22 +28,27 @@ PATIENCE = 8
 """How far above the bound proven so far the next one is tried, and after how many failures it is tried nearer."""
 
 
-def balancedness_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: int) -> float:
+def balancedness_bound(
+    counts: npt.NDArray[np.number], num_slots: int, ep_size: int, *, even_split: bool = True
+) -> float:
     """A proven upper bound on the balancedness of any placement of P slots on G ranks, from loads [W, L, E].
 
     In window t no placement has a max rank load below max(mean_t, lambda_t), where lambda_t is the least possible
     largest share max_e w_e / c_e over all counts c with c_e >= 1, c_e <= G and sum c = P. Letting the counts differ
     between windows only lowers the sum, so the bound holds for a static plan. With two slots per rank `pair_peaks` of
     the summed load is often more; it bounds the same sum, as the sum of maxima is no less than the maximum of sums.
+
+    Of c shares that sum to w_e the largest is w_e / c or more, so the first holds for every rule that chooses copies;
+    `pair_peaks` is for equal shares only, which `even_split` tells.
     """
     loads = counts.astype(np.float64)
     peaks = np.maximum(loads.sum(-1) / ep_size, least_shares(loads, num_slots, ep_size)).sum(0)
-    if num_slots == 2 * ep_size:
+    if even_split and num_slots == 2 * ep_size:
         peaks = np.maximum(peaks, pair_peaks(loads.sum(0), ep_size))
     return _over_peaks(loads, ep_size, peaks)
 
 
-def stock_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: int) -> float:
+def stock_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: int, *, even_split: bool = True) -> float:
     """As `balancedness_bound`, for relabellings of vLLM's initial layout, whose copies go to positions 0..R-1.
 
     The multiset of copies is fixed there, so the least possible largest share is that of the hottest experts on the
@@ -55,7 +60,9 @@ def stock_bound(counts: npt.NDArray[np.number], num_slots: int, ep_size: int) ->
     # More copies than ranks are no more use than as many; but by then a share is no more than the mean.
     share = (-np.sort(-loads, axis=-1) / copies).max(-1, initial=0.0)
     peaks = np.maximum(loads.sum(-1) / ep_size, share).sum(0)
-    return min(_over_peaks(loads, ep_size, peaks), balancedness_bound(counts, num_slots, ep_size))
+    return min(
+        _over_peaks(loads, ep_size, peaks), balancedness_bound(counts, num_slots, ep_size, even_split=even_split)
+    )
 
 
 def _over_peaks(loads: FloatArray, ep_size: int, peaks: FloatArray) -> float:

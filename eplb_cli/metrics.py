@@ -16,6 +16,7 @@ __all__ = [
     "balancedness",
     "balancedness_per_layer",
     "initial_map",
+    "loads_of_shares",
     "max_over_mean",
     "rank_loads",
     "rank_shares",
@@ -77,7 +78,11 @@ def rank_shares(physical_to_logical: IntArray, num_experts: int, ep_size: int) -
 
 def rank_loads(physical_to_logical: IntArray, counts: npt.NDArray[np.number], ep_size: int) -> FloatArray:
     """Tokens each rank serves, float64 [W, L, G], from a map [L, P] and loads [W, L, E]."""
-    shares = rank_shares(physical_to_logical, counts.shape[-1], ep_size)
+    return loads_of_shares(rank_shares(physical_to_logical, counts.shape[-1], ep_size), counts)
+
+
+def loads_of_shares(shares: FloatArray, counts: npt.NDArray[np.number]) -> FloatArray:
+    """Tokens each rank serves, float64 [W, L, G], from the parts of each expert [L, E, G] and loads [W, L, E]."""
     by_layer = counts.transpose(1, 0, 2).astype(np.float64)
     loads: FloatArray = (by_layer @ shares).transpose(1, 0, 2)
     return loads

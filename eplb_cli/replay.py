@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.dispatch import Rule, rank_times, slot_tokens
+from eplb_cli.dispatch import Rule, chosen_slots, rank_times, slot_tokens
 from eplb_cli.errors import PlacementError, TraceError
 from eplb_cli.loads import PHASES, ModelShape
 from eplb_cli.metrics import smallest_redundancy
@@ -103,12 +103,13 @@ class Replay:
 
 @dataclass
 class _Route:
-    """One plan's map [L, P] and rule, and the sums of the steps so far."""
+    """One plan's map [L, P] and rule, a static rule's slots [L, E, G], and the sums of the steps so far."""
 
     plan: str
     rule: Rule
     rows: npt.NDArray[np.int32]
     ep_size: int
+    chosen: IntArray | None = None
     mean: float = 0.0
     busiest: float = 0.0
     active: float = 0.0
@@ -118,7 +119,7 @@ class _Route:
 
     def take(self, step: Step, num_experts: int, price: int) -> None:
         """Serve one step."""
-        served = slot_tokens(step.ids, step.source, self.rows, num_experts, self.ep_size, self.rule, price)
+        served = slot_tokens(step.ids, step.source, self.rows, num_experts, self.ep_size, self.rule, price, self.chosen)
         loads = rank_times(served, self.ep_size, 0)
         active = (served > 0).reshape(len(served), self.ep_size, -1).sum(2)
         mean, busiest = float(loads.mean(1).sum()), float(loads.max(1).sum())
@@ -217,8 +218,23 @@ def _routes(
     routes = [_Route(name, "hash", placement.physical_to_logical, ranks) for name, placement in own]
     for name, placement in plans:
         rows = placement.for_layers(layer_ids).physical_to_logical
-        routes += [_Route(name, rule, rows, placement.ep_size) for rule in rules]
+        routes += [_Route(name, rule, rows, placement.ep_size, _chosen(placement, rule, layer_ids)) for rule in rules]
     return routes
+
+
+def _chosen(placement: Placement, rule: Rule, layer_ids: npt.NDArray[np.int32]) -> IntArray | None:
+    """A static rule's slots in these layers of the plan; None under another rule."""
+    if rule != "sglang" and rule != "vllm-ascend":
+        return None
+    chosen = chosen_slots(
+        rule,
+        placement.physical_to_logical,
+        placement.num_experts,
+        placement.ep_size,
+        placement.num_nodes,
+        placement.layer_ids,
+    )
+    return chosen[np.searchsorted(placement.layer_ids, layer_ids)]
 
 
 def steps_of(blocks: Iterable[RecordedTokens], step_tokens: int, batches: int) -> Iterator[Step]:

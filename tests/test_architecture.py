@@ -20,7 +20,7 @@ ALLOWED = {
     "metrics": {"errors"},
     "tensors": {"errors", "untrusted"},
     "bounds": {"metrics"},
-    "dispatch": {"metrics"},
+    "dispatch": {"errors", "metrics"},
     "loads": {"errors", "files", "metrics", "tensors", "untrusted"},
     "placement": {"dispatch", "errors", "files", "metrics", "untrusted"},
     "traces": BASE | {"tensors"},

@@ -111,6 +111,16 @@ def test_balancing_by_load_beats_the_hash_on_skewed_steps(tmp_path: Path) -> Non
     assert by_rule["hash"] == pytest.approx(by_rule["even"], abs=0.01)
 
 
+def test_another_engines_rule_asks_which_rank_a_token_comes_from(tmp_path: Path) -> None:
+    # Expert 0 is on both ranks. Every rank serves its own tokens of it: all of rank 1 in the first step.
+    placement = Placement(np.array([[1, 0, 0, 2]], np.int32), LAYERS[:1], 3, 2)
+    path = trace(tmp_path, [[[1]], [[2]], [[0]], [[0]], [[0]], [[2]], [[1]], [[2]]])
+    replayed = replay_traces([("p", placement)], [path], rules=["sglang"], step_tokens=4, batches=2)
+    # 1, 2 | 0, 0: rank 0 has 1, rank 1 has 1 + 2. Then 0, 2 | 1, 2: ranks 0 and 1 have 1 + 1 each.
+    assert replayed.rows[-1].balancedness == pytest.approx(4 / (3 + 2), abs=1e-9)
+    assert replayed.rows[-1].dispatch == "sglang"
+
+
 def test_the_command_prints_the_documented_object(eplb: Callable[..., Run], tmp_path: Path) -> None:
     PLAN.save(tmp_path / "p.json")
     path = trace(tmp_path, IDS)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb_cli.dispatch import chosen_slots
 from eplb_cli.errors import LoadsError, PlacementError
 from eplb_cli.loads import ExpertLoads
-from eplb_cli.placement import Placement
+from eplb_cli.placement import Placement, Provenance
 from eplb_cli.planner import score
 from tests.conftest import Run
 
@@ -116,3 +117,32 @@ def test_people_see_the_least_balanced_layers_first(eplb: Callable[..., Run], tm
     out = eplb("score", tmp_path / "plan.json", tmp_path / "loads.safetensors").out
     assert out.index("0.5000") < out.index("1.0000")
     assert "balancedness = sum of the mean rank load" in out
+
+
+# Ranks 0, 1 | 2, 3 of two slots; experts 0 and 1 have copies.
+SPREAD = np.array([[2, 0, 0, 1, 3, 0, 1, 4], [4, 0, 1, 2, 0, 3, 2, 1]], np.int32)
+
+
+def spread(rule: str | None = None, nodes: int = 2) -> Placement:
+    return Placement(SPREAD, np.array([3, 7], np.int32), 5, 4, nodes, Provenance(dispatch=rule))
+
+
+def test_a_plan_is_scored_by_the_rule_asked_for_else_by_its_own_else_evenly() -> None:
+    counts = np.array([[[8, 4, 1, 2, 3], [0, 0, 0, 0, 0]]])
+    recorded = ExpertLoads(counts, np.array([18]), np.array([3, 7], np.int32))
+    # SGLang on two nodes: 2 + 1, 2 + 2, 4 + 2, 2 + 3 (see test_dispatch_engines). Evenly: 3.67, 4.67, 4.67, 5.
+    assert score(spread(), recorded, "sglang").per_layer[0] == (3, 0.75)
+    assert score(spread("sglang"), recorded).balancedness == 0.75
+    assert score(spread("sglang"), recorded).dispatch == "sglang"
+    assert score(spread(), recorded).balancedness == pytest.approx(0.9, abs=1e-9)
+    assert score(spread("sglang"), recorded, "even") == score(spread(), recorded)
+
+
+def test_layers_without_loads_still_take_part_in_sglangs_deal() -> None:
+    rows = np.array([[0, 1, 2, 3, 0, 4, 0, 5]] * 5, np.int32)
+    placement = Placement(rows, np.arange(5, dtype=np.int32), 6, 4)
+    chosen = chosen_slots("sglang", rows, 6, 4, 1)
+    for layer in range(5):
+        one = ExpertLoads(np.array([[[4, 0, 0, 0, 0, 0]]]), np.array([4]), np.array([layer], np.int32))
+        busiest = np.bincount(chosen[layer, 0] // 2).max()
+        assert score(placement, one, "sglang").balancedness == 1 / busiest

@@ -94,7 +94,8 @@ def plan(
         typer.Option(
             "--dispatch",
             help="The rule that will choose among an expert's copies. even: equal parts, as in vLLM; "
-            "balanced: by the step's loads (eplb serve --dispatch balanced).",
+            "balanced: by the step's loads (eplb serve --dispatch balanced); sglang, vllm-ascend, tensorrt-llm: as "
+            "those engines do.",
         ),
     ] = "even",
     effort: Annotated[str, typer.Option("--effort", help="fast, normal or thorough search.")] = "normal",

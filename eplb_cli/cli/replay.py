@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eplb_cli.cli.options import FormatOption, Phase
+from eplb_cli.cli.options import Dispatch, FormatOption, Phase
 from eplb_cli.console import OutputFormat
 
 if TYPE_CHECKING:
@@ -27,14 +26,6 @@ EXAMPLES = (
 )
 
 
-class Dispatch(StrEnum):
-    """Which copy of an expert serves a token."""
-
-    even = "even"
-    hash = "hash"
-    balanced = "balanced"
-
-
 def replay(
     plans: Annotated[list[Path], typer.Argument(help="Plans, or converted folders that hold one.", metavar="PLAN...")],
     trace: Annotated[
@@ -46,9 +37,9 @@ def replay(
     dispatch: Annotated[
         list[Dispatch] | None,
         typer.Option(
-            metavar="even|hash|balanced",
-            help="Which copy serves a token: hash, what vLLM does; balanced, by load; even, the plan's own assumption. "
-            "Repeat it for several; default: hash and balanced.",
+            metavar="|".join(Dispatch),
+            help="Which copy serves a token: hash, what vLLM does; balanced, by load; even, equal parts; another "
+            "engine's rule. Repeat it for several; default: hash and balanced.",
         ),
     ] = None,
     data_parallel_size: Annotated[

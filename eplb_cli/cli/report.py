@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eplb_cli.cli.options import ForceOption, FormatOption, OutputOption
+from eplb_cli.cli.options import DispatchOption, ForceOption, FormatOption, OutputOption
 from eplb_cli.console import OutputFormat
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def report(
         int | None,
         typer.Option("--step-tokens", help="Tokens of one engine step over all ranks, for advice.", min=1),
     ] = None,
+    dispatch: DispatchOption = None,
     force: ForceOption = False,
     output_format: FormatOption = OutputFormat.human,
 ) -> None:
@@ -67,6 +68,7 @@ def report(
             named,
             profile=str(loads),
             profile_sha256=sha256_of_file(loads),
+            dispatch=None if dispatch is None else dispatch.value,
             ep_size=ep_size,
             model=facts,
             step_tokens=step_tokens,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eplb_cli.cli.options import FormatOption
+from eplb_cli.cli.options import DispatchOption, FormatOption
 from eplb_cli.console import OutputFormat
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = ["EXAMPLES", "score"]
 EXAMPLES = (
     "eplb score plan.json loads.safetensors",
     "eplb score converted_model/ tomorrow.safetensors --format json",
+    "eplb score plan.json loads.safetensors --dispatch sglang",
 )
 
 
@@ -28,6 +29,7 @@ def score(
     loads: Annotated[
         list[Path], typer.Argument(help="Profiles; several join along their windows.", metavar="LOADS...")
     ],
+    dispatch: DispatchOption = None,
     output_format: FormatOption = OutputFormat.human,
 ) -> None:
     """Score a plan on loads."""
@@ -38,7 +40,8 @@ def score(
 
     console = Console(output_format)
     placement = Placement.load(plan)
-    scored = score_placement(placement, concatenate([ExpertLoads.load(path) for path in loads]))
+    joined = concatenate([ExpertLoads.load(path) for path in loads])
+    scored = score_placement(placement, joined, None if dispatch is None else dispatch.value)
     for warning in scored.warnings:
         console.warn(warning)
     console.result(scored.as_dict(), *_table(scored))
@@ -64,7 +67,7 @@ def _table(scored: Score) -> list[RenderableType]:
             f"max/mean of a layer in a window: mean {scored.max_over_mean:.3f}, "
             f"95th percentile {scored.max_over_mean_p95:.3f}, worst {scored.max_over_mean_worst:.3f}.\n"
             "balancedness = sum of the mean rank load / sum of the max rank load, over windows "
-            "and layers; 1 is perfect.\n\nLeast balanced layers"
+            f"and layers; 1 is perfect. Copies chosen by the rule {scored.dispatch}.\n\nLeast balanced layers"
         ),
         table,
     ]

@@ -31,8 +31,8 @@ def choose_copies(counts: IntArray, copies: Copies, price: int, *, whole_step: b
     1. How many copies of an expert may serve: its first n // t (at least its primary), where it has n tokens and each
        copy must be worth t of them. Where the batch is the whole step, several t are tried and the one with the least
        time of the slowest rank counts; ties go to the one that opens fewest. Where other ranks have batches of their
-       own, t is three times the price, and n is what can be relied on, two standard deviations below the count, so that ranks
-       agree without talking: a few tokens open nothing.
+       own, t is three times the price, and n is what can be relied on, two standard deviations below the count, so that
+       ranks agree without talking: a few tokens open nothing.
     2. The tokens are spread over them by `_fill`.
 
     With primaries that are a plan without copies, a step that is seen whole is never slower than that plan: "primaries

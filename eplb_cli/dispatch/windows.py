@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.dispatch.balanced import choose_copies
 from eplb_cli.dispatch.copies import Copies
+from eplb_cli.dispatch.engines import static_shares
 from eplb_cli.dispatch.rules import Rule
-from eplb_cli.metrics import rank_loads
+from eplb_cli.metrics import loads_of_shares, rank_loads
 
 __all__ = ["loads_under"]
 
@@ -16,12 +19,25 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def loads_under(
-    rule: Rule, physical_to_logical: npt.NDArray[np.integer], counts: npt.NDArray[np.integer], ep_size: int
+    rule: Rule,
+    physical_to_logical: npt.NDArray[np.integer],
+    counts: npt.NDArray[np.integer],
+    ep_size: int,
+    num_nodes: int = 1,
+    layer_ids: Sequence[int] | npt.NDArray[np.integer] | None = None,
 ) -> FloatArray:
     """Tokens each rank serves, float64 [W, L, G], from a map [L, P] and loads [W, L, E].
 
-    Every window is taken as one step. The hash splits a large one evenly.
+    Every window is taken as one step to which all ranks bring equal parts of each expert's tokens. The hash and
+    TensorRT-LLM's turns split a large one evenly.
+
+    Args:
+        rule, physical_to_logical, counts, ep_size: as above; G is `ep_size`.
+        num_nodes, layer_ids: as in `engines.chosen_slots`; they matter to a static rule only.
     """
+    if rule == "sglang" or rule == "vllm-ascend":
+        experts = counts.shape[2]
+        return loads_of_shares(static_shares(rule, physical_to_logical, experts, ep_size, num_nodes, layer_ids), counts)
     if rule != "balanced":
         return rank_loads(physical_to_logical, counts, ep_size)
     windows, layers, experts = counts.shape

@@ -18,7 +18,7 @@ from eplb_cli.planner.search import Level, refine, search
 from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.windows import Evidence
 
-__all__ = ["cross_validate", "place", "place_after"]
+__all__ = ["cross_validate", "place", "place_after", "served"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -93,8 +93,15 @@ def cross_validate(
             rows = place(others, topology, request, FOLD_LEVEL[request.effort])
         else:
             rows, _ = place_after(previous, others, topology, replace(request, effort="fast"))
-        scored.append(loads_under(request.dispatch, rows, counts[first:last], topology.ep_size))
+        scored.append(served(rows, counts[first:last], topology, request))
     return np.concatenate(scored)
+
+
+def served(
+    rows: npt.NDArray[np.integer], counts: IntArray, topology: Topology, request: PlanRequest
+) -> npt.NDArray[np.float64]:
+    """Rank loads [W, L, G] of a placement [L, P] under the request's rule, from loads [W, L, E]."""
+    return loads_under(request.dispatch, rows, counts, topology.ep_size, topology.num_nodes, topology.layer_ids)
 
 
 def _unloaded(total: IntArray, topology: Topology) -> tuple[IntArray, npt.NDArray[np.bool_]]:

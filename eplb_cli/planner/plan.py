@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.bounds import balancedness_bound, stock_bound
-from eplb_cli.dispatch import loads_under
+from eplb_cli.dispatch import ENGINE_RULES, EVEN_RULES
 from eplb_cli.errors import LoadsError, PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.metrics import (
@@ -30,7 +30,7 @@ from eplb_cli.planner.confidence import (
 )
 from eplb_cli.planner.moves import TradeOff, moved_slots
 from eplb_cli.planner.nodes import NodeOption, off_home_share, strict_peaks
-from eplb_cli.planner.placing import cross_validate, place, place_after
+from eplb_cli.planner.placing import cross_validate, place, place_after, served
 from eplb_cli.planner.redundancy import CROSSOVER_TOKENS, KNEE, SweepPoint, candidates, compulsory, knee
 from eplb_cli.planner.request import NODE_POLICIES, PlanRequest, Strategy, Topology, topology_of
 from eplb_cli.planner.scoring import DIGITS
@@ -51,8 +51,8 @@ OBJECTIVES = {
 class Figures:
     """Balancedness of vLLM's initial layout, of the plan, of plans on windows they did not see, and its upper bound.
 
-    `before` is of an even split, which vLLM's own choice comes to; the next three are of the rule planned for. `even`
-    is of the plan under an even split, where that is another rule.
+    `before` is of an even split, which vLLM's own choice comes to, or of the other engine's rule that is planned for;
+    the next three are of the rule planned for. `even` is of the plan under an even split, where that is another rule.
     """
 
     before: float
@@ -213,8 +213,11 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
     initial = Placement.initial(
         topology.num_experts, topology.num_redundant_experts, topology.ep_size, loads.layer_ids
     ).physical_to_logical
-    before = rank_loads(initial, loads.counts, topology.ep_size)
-    after = loads_under(request.dispatch, rows, loads.counts, topology.ep_size)
+    if request.dispatch in ENGINE_RULES:
+        before = served(initial, loads.counts, topology, request)
+    else:
+        before = rank_loads(initial, loads.counts, topology.ep_size)
+    after = served(rows, loads.counts, topology, request)
     per_layer_before, per_layer_after = balancedness_per_layer(before), balancedness_per_layer(after)
     worst = int(per_layer_after.argmin())
     bound, strict_bound = _bounds(loads, topology, request)
@@ -374,7 +377,7 @@ def _bounds(loads: ExpertLoads, topology: Topology, request: PlanRequest) -> tup
     The second is None without groups on several nodes, and with too many ways to split them.
     """
     of_kind = stock_bound if request.strategy == "stock" else balancedness_bound
-    bound = of_kind(loads.counts, topology.num_slots, topology.ep_size)
+    bound = of_kind(loads.counts, topology.num_slots, topology.ep_size, even_split=request.dispatch in EVEN_RULES)
     if not topology.groups_split_over_nodes or topology.num_groups is None or request.strategy == "stock":
         return bound, None
     peak = strict_peaks(loads.counts, topology.num_slots, topology.ep_size, topology.num_groups, topology.num_nodes)
@@ -408,7 +411,7 @@ def _node_options(
         options.append(
             NodeOption(
                 policy,
-                round(balancedness(loads_under(request.dispatch, placed, loads.counts, topology.ep_size)), DIGITS),
+                round(balancedness(served(placed, loads.counts, topology, request)), DIGITS),
                 None if bound is None else round(bound, DIGITS),
                 round(
                     off_home_share(
@@ -456,7 +459,7 @@ def _sweep_redundancy(loads: ExpertLoads, request: PlanRequest) -> tuple[tuple[S
         points.append(
             SweepPoint(
                 redundant,
-                round(balancedness(loads_under(request.dispatch, rows, loads.counts, topology.ep_size)), DIGITS),
+                round(balancedness(served(rows, loads.counts, topology, request)), DIGITS),
                 None if unseen is None else round(balancedness(unseen), DIGITS),
                 extra,
             )

@@ -76,13 +76,17 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes that fit together: E experts in P slots, S on each of G ranks, on M nodes, with the router's groups."""
+    """Sizes that fit together: E experts in P slots, S on each of G ranks, on M nodes, with the router's groups.
+
+    `layer_ids` are the decoder layers of the loads.
+    """
 
     num_experts: int
     num_slots: int
     ep_size: int
     num_nodes: int
     num_groups: int | None
+    layer_ids: tuple[int, ...]
 
     @property
     def num_redundant_experts(self) -> int:
@@ -144,7 +148,7 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
                 rule="whole groups stay on nodes only when the nodes divide them",
                 hint="Leave out --num-groups to place experts without regard to groups.",
             )
-    topology = Topology(experts, experts + redundant, ranks, nodes, groups)
+    topology = Topology(experts, experts + redundant, ranks, nodes, groups, tuple(loads.layer_ids.tolist()))
     if request.node_policy != "flat" and not topology.groups_split_over_nodes:
         raise UsageError(
             f"--node-policy {request.node_policy} without expert groups on several nodes",

@@ -13,15 +13,16 @@ import numpy.typing as npt
 from eplb_cli.advice import GIB, Advice, Situation, advise, describe_situation
 from eplb_cli.bounds import balancedness_bound
 from eplb_cli.checkpoint import KvCache
+from eplb_cli.dispatch import ENGINE_RULES, EVEN_RULES, Rule
 from eplb_cli.errors import PlacementError, UsageError
 from eplb_cli.loads import ExpertLoads, refuse_constant_routing
-from eplb_cli.metrics import rank_loads, smallest_redundancy
+from eplb_cli.metrics import smallest_redundancy
 from eplb_cli.placement import Placement
 from eplb_cli.planner import STRATEGIES, PlanRequest
 from eplb_cli.planner.confidence import bootstrap_interval
 from eplb_cli.planner.placing import cross_validate, place
 from eplb_cli.planner.request import Strategy, topology_of
-from eplb_cli.planner.scoring import DIGITS
+from eplb_cli.planner.scoring import DIGITS, loads_of_layers, planned_rule
 
 __all__ = ["Layout", "ModelFacts", "NamedPlan", "RedundancyStep", "Report", "make_report"]
 
@@ -78,7 +79,7 @@ class Layout:
         in_sample: True when the plan was made from this very file, False when from another, None when it does not say.
             Another file may hold the same windows (a join of several profiles does), so False proves nothing unseen.
         balancedness: over windows and layers.
-        recorded_held_out: the held-out figure that the plan file records.
+        recorded_held_out: the held-out figure that the plan file records, where it is of the report's rule.
         bound: upper bound of any placement of this size on these loads.
         per_layer: balancedness of each layer, float64 [L].
         per_window: balancedness of each drawn window, float64 [points].
@@ -149,6 +150,8 @@ class Report:
 
     Args:
         loads, profile, profile_sha256: what was recorded, and the file it came from.
+        dispatch: the rule that chooses among copies; vLLM's initial layouts are served as vLLM does, unless it is of
+            another engine.
         layer_ids: int32 [L], absolute layers that the rank views cover: those of the loads and of every plan.
         layouts: initial layouts first, then the plans; empty when no topology is known.
         window_ids: int64 [points], first window of each drawn point.
@@ -166,6 +169,7 @@ class Report:
     loads: ExpertLoads
     profile: str
     profile_sha256: str
+    dispatch: Rule
     layer_ids: npt.NDArray[np.int32]
     layouts: tuple[Layout, ...]
     window_ids: IntArray
@@ -204,6 +208,7 @@ class Report:
                 "sources": [vars(source) for source in loads.sources],
                 "dropped": dict(loads.dropped),
             },
+            "dispatch": self.dispatch,
             "counts": total.tolist(),
             "hottest": _hottest(total),
             "layer_ids": self.layer_ids.tolist(),
@@ -227,6 +232,7 @@ def make_report(
     *,
     profile: str,
     profile_sha256: str,
+    dispatch: Rule | None = None,
     ep_size: int | None = None,
     model: ModelFacts | None = None,
     step_tokens: int | None = None,
@@ -238,6 +244,7 @@ def make_report(
         loads: what was recorded.
         plans: to compare; the first one is what advice is given about.
         profile, profile_sha256: the loads' file and its digest, to tell plans made from it from others.
+        dispatch: the rule that chooses among copies; None for the one that the first plan was made for, else `even`.
         ep_size: EP ranks to look at when there is no plan.
         model: sizes, for memory figures.
         step_tokens: tokens of an engine step over all ranks, for advice.
@@ -257,10 +264,11 @@ def make_report(
     shared, warnings = _shared_layers(loads, plans)
     covered = loads.for_layers(shared)
     warnings.extend(refuse_constant_routing(loads))
+    rule = dispatch or (planned_rule(plans[0].placement) if plans else "even")
     point = _points(loads.num_windows)
-    layouts = _layouts(covered, plans, ep_size, profile_sha256, model, point)
+    layouts = _layouts(covered, plans, ep_size, rule, profile_sha256, model, point)
     plan = next((layout for layout in layouts if layout.kind == "plan"), None)
-    requests = _requests(covered, plans, ep_size)
+    requests = _requests(covered, plans, ep_size, rule)
     redundancy = []
     sums: Sums | None = None
     for index, request in enumerate(requests):
@@ -270,7 +278,7 @@ def make_report(
         if plan is not None and request.num_redundant_experts == plan.num_redundant_experts:
             sums = held_out
     if plan is not None and plan.in_sample is False:
-        mean, peak, _ = _measure(plan.physical_to_logical, covered.counts, plan.ep_size)
+        mean, peak, _ = _measure(plans[0].placement, covered, rule)
         sums = mean.sum(1), peak.sum(1)
     interval = None if sums is None else bootstrap_interval(*sums)
     advice = None
@@ -282,6 +290,7 @@ def make_report(
         loads=loads,
         profile=profile,
         profile_sha256=profile_sha256,
+        dispatch=rule,
         layer_ids=covered.layer_ids,
         layouts=layouts,
         window_ids=loads.window_ids[np.unique(point, return_index=True)[1]] if loads.num_windows else loads.window_ids,
@@ -327,6 +336,7 @@ def _layouts(
     loads: ExpertLoads,
     plans: Sequence[NamedPlan],
     ep_size: int | None,
+    rule: Rule,
     profile_sha256: str,
     model: ModelFacts | None,
     point: IntArray,
@@ -341,18 +351,22 @@ def _layouts(
     several_ranks = len({ranks for ranks, _ in initial}) > 1
     layouts: list[Layout] = []
     for ranks, redundant in initial:
-        placement = Placement.initial(loads.num_experts, redundant, ranks, loads.layer_ids)
+        placement = replace(
+            Placement.initial(loads.num_experts, redundant, ranks, loads.layer_ids),
+            num_nodes=next((plan.placement.num_nodes for plan in plans if plan.placement.ep_size == ranks), 1),
+        )
         name = f"vLLM's initial layout, R = {redundant}" + (f", {ranks} ranks" if several_ranks else "")
         index = len(layouts)
-        bound = balancedness_bound(loads.counts, placement.num_slots, ranks)
-        layouts.append(_layout(name, "initial", placement, loads, index, bound, None, model, point))
+        bound = balancedness_bound(loads.counts, placement.num_slots, ranks, even_split=rule in EVEN_RULES)
+        own = rule if rule in ENGINE_RULES else "even"
+        layouts.append(_layout(name, "initial", placement, loads, own, index, bound, None, model, point))
     for plan in plans:
         placement = plan.placement
         digest = placement.provenance.profile_sha256
         in_sample = None if digest is None else digest == profile_sha256
         index = initial.index((placement.ep_size, placement.num_redundant_experts))
         bound = layouts[index].bound  # of the same size
-        layouts.append(_layout(plan.name, "plan", placement, loads, index, bound, in_sample, model, point))
+        layouts.append(_layout(plan.name, "plan", placement, loads, rule, index, bound, in_sample, model, point))
     return tuple(layouts)
 
 
@@ -361,14 +375,15 @@ def _layout(
     kind: str,
     placement: Placement,
     loads: ExpertLoads,
+    rule: Rule,
     initial: int,
     bound: float,
     in_sample: bool | None,
     model: ModelFacts | None,
     point: IntArray,
 ) -> Layout:
-    rows = placement.for_layers(loads.layer_ids).physical_to_logical
-    mean, peak, per_rank = _measure(rows, loads.counts, placement.ep_size)
+    mean, peak, per_rank = _measure(placement, loads, rule)
+    recorded = placement.provenance.balancedness.get("held_out") if planned_rule(placement) == rule else None
     gib, tokens = _cost(placement.num_redundant_experts, placement.ep_size, model)
     return Layout(
         name=name,
@@ -380,26 +395,24 @@ def _layout(
         initial=initial,
         in_sample=in_sample,
         balancedness=float(_ratio(mean.sum(), peak.sum())),
-        recorded_held_out=placement.provenance.balancedness.get("held_out"),
+        recorded_held_out=recorded,
         bound=bound,
         per_layer=_ratio(mean.sum(0), peak.sum(0)),
         per_window=_ratio_of_points(mean.sum(1), peak.sum(1), point),
         rank_loads=per_rank,
-        physical_to_logical=rows,
+        physical_to_logical=placement.for_layers(loads.layer_ids).physical_to_logical,
         extra_gib_per_rank=gib,
         kv_cache_tokens=tokens,
     )
 
 
-def _measure(
-    rows: npt.NDArray[np.integer], counts: IntArray, ep_size: int
-) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _measure(placement: Placement, loads: ExpertLoads, rule: Rule) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Mean and max rank load, float64 [W, L] each, and rank loads summed over windows, float64 [L, G]."""
-    windows, layers, _ = counts.shape
+    windows, layers = loads.num_windows, loads.num_layers
     mean, peak = np.zeros((windows, layers)), np.zeros((windows, layers))
-    total = np.zeros((layers, ep_size))
+    total = np.zeros((layers, placement.ep_size))
     for first in range(0, windows, CHUNK_WINDOWS):
-        part = rank_loads(rows, counts[first : first + CHUNK_WINDOWS], ep_size)
+        part = loads_of_layers(placement, loads.select_windows(slice(first, first + CHUNK_WINDOWS)), rule)
         mean[first : first + CHUNK_WINDOWS] = part.mean(-1)
         peak[first : first + CHUNK_WINDOWS] = part.max(-1)
         total += part.sum(0)
@@ -429,7 +442,7 @@ def _cost(redundant: int, ranks: int, model: ModelFacts | None) -> tuple[float |
     return round(nbytes / GIB, DIGITS), None if model.kv_cache is None else model.kv_cache.tokens(nbytes)
 
 
-def _requests(loads: ExpertLoads, plans: Sequence[NamedPlan], ep_size: int | None) -> list[PlanRequest]:
+def _requests(loads: ExpertLoads, plans: Sequence[NamedPlan], ep_size: int | None, rule: Rule) -> list[PlanRequest]:
     """The points of the R curve, planned quickly; none for one rank, or when no topology is known."""
     nodes, sizes = 1, set()
     strategy: Strategy = "windows" if loads.num_windows > 1 else "mean"
@@ -442,7 +455,7 @@ def _requests(loads: ExpertLoads, plans: Sequence[NamedPlan], ep_size: int | Non
     smallest = smallest_redundancy(loads.num_experts, ep_size)
     sizes |= {smallest + ep_size * step for step in REDUNDANCY_STEPS}
     return [
-        PlanRequest(ep_size, redundant, num_nodes=nodes, strategy=strategy, effort="fast", folds=FOLDS)
+        PlanRequest(ep_size, redundant, num_nodes=nodes, strategy=strategy, dispatch=rule, effort="fast", folds=FOLDS)
         for redundant in sorted(sizes)
         if redundant <= loads.num_experts * (ep_size - 1)
     ]
@@ -453,7 +466,9 @@ def _redundancy_step(
 ) -> tuple[RedundancyStep, Sums | None]:
     """One point of the R curve, and the held-out sums behind it."""
     topology = topology_of(loads, request)
-    mean, peak, _ = _measure(place(loads.counts, topology, request), loads.counts, request.ep_size)
+    rows = place(loads.counts, topology, request).astype(np.int32)
+    placement = Placement(rows, loads.layer_ids, loads.num_experts, request.ep_size, request.num_nodes)
+    mean, peak, _ = _measure(placement, loads, request.dispatch)
     ranks = cross_validate(loads.counts, topology, request)
     sums = None if ranks is None else (ranks.mean(-1).sum(1), ranks.max(-1, initial=0.0).sum(1))
     gib, tokens = _cost(topology.num_redundant_experts, request.ep_size, model)
