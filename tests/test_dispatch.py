@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from eplb_cli.dispatch import Copies, choose_copies, rank_times, slot_tokens
+from eplb_cli.dispatch import Copies, choose_copies, rank_times, serving_slots, slot_tokens
 
 # Experts 0..5 on 3 ranks of 3 slots: the third slot of each rank is a spare copy, of 4, 4 and 1.
 ROW = np.array([[5, 0, 4, 2, 3, 4, 4, 1, 1]])
@@ -162,3 +162,25 @@ def test_without_a_price_the_busiest_rank_is_that_of_the_linear_program(case: tu
     np.add.at(served, Copies.of(row, experts, ranks).slots, quota[0][None])
     busiest = served.reshape(ranks, -1).sum(1).max()
     assert least - 1e-6 <= busiest <= 1.02 * least + 2
+
+
+@given(cases(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_the_tokens_of_a_batch_are_split_exactly_as_the_rule_says(
+    case: tuple[np.ndarray, np.ndarray, int, int], whole: bool
+) -> None:
+    row, counts, ranks, price = case
+    experts = counts.shape[1]
+    ids = np.random.default_rng(0).permutation(np.repeat(np.arange(experts), counts[0]))[:, None]
+    slots = serving_slots(ids, len(ids), row[0], experts, ranks, price, whole_step=whole)
+    copies = Copies.of(row, experts, ranks)
+    quota = np.zeros(row.shape[1], np.int64)
+    np.add.at(quota, copies.slots[0], choose_copies(counts, copies, price, whole_step=whole)[0])
+    assert np.bincount(slots.ravel(), minlength=row.shape[1]).tolist() == quota.tolist()
+    assert (row[0, slots] == ids).all()
+
+
+def test_an_expert_opens_no_more_copies_than_a_warp_compares() -> None:
+    row = np.zeros((1, 40), int)
+    quota = choose_copies(np.array([[4000]]), Copies.of(row, 1, 40), 0, whole_step=True)
+    assert quota[0, 0].tolist() == [125] * 32 + [0] * 8

@@ -13,6 +13,7 @@ from eplb_cli.dispatch.copies import Copies
 from eplb_cli.dispatch.engines import chosen_slots, static_shares, usual_shares
 from eplb_cli.dispatch.rules import ENGINE_RULES, EVEN_RULES, RULES, STATIC_RULES, Rule, StaticRule
 from eplb_cli.dispatch.steps import rank_times, slot_tokens
+from eplb_cli.dispatch.tokens import serving_slots
 from eplb_cli.dispatch.windows import loads_under
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "chosen_slots",
     "loads_under",
     "rank_times",
+    "serving_slots",
     "slot_tokens",
     "static_shares",
     "usual_shares",
