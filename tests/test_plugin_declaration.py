@@ -210,7 +210,9 @@ def touches(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 FOLDER = Path(eplb_cli.vllm_plugin.__file__).parent
-ELSEWHERE = {"arguments.py", "environment.py", "declaration.py", "vllm_parts.py"}
+ELSEWHERE = {
+    "arguments.py", "environment.py", "declaration.py", "vllm_parts.py", "balanced_torch.py", "balanced_triton.py",
+}  # fmt: skip
 """Run outside the server, or touch no vLLM."""
 
 OTHERS = {
