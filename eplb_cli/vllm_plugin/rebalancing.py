@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import LoadsError, ServeError
-from eplb_cli.loads import ExpertLoads
+from eplb_cli.errors import ServeError
 from eplb_cli.metrics import balancedness, rank_loads
 from eplb_cli.placement import Placement
-from eplb_cli.planner import PlanRequest, make_plan
+from eplb_cli.planner.rebalancing import Rebalancer
 from eplb_cli.vllm_plugin.settings import Settings
 from eplb_cli.vllm_plugin.status import write_record
 
@@ -25,15 +24,18 @@ __all__ = ["WatchedPolicy", "watch"]
 logger = logging.getLogger("vllm.eplb")
 
 
-def watch(settings: Settings, state: Any, ep_size: int, ep_rank: int) -> None:
+def watch(settings: Settings, state: Any, model_state: Any, ep_size: int, ep_rank: int) -> None:
     """Put a WatchedPolicy in the place of vLLM's policy, keep a static plan static, and prove that both are in the way.
+
+    `model_state` is vLLM's, of the model that the plan is for; a drafter starts from vLLM's own layout.
 
     The proof is the dummy step with which vLLM later measures its memory: it moves nothing, and has to come past.
 
     Raises:
         ServeError: vLLM rebalances by another way.
     """
-    policy = WatchedPolicy(settings, state.policy, state, ep_size, ep_rank)
+    planned = tuple(model_state.physical_to_logical_map.shape)
+    policy = WatchedPolicy(settings, state.policy, state, planned, ep_size, ep_rank)
     state.policy = policy
     original = state.rearrange
     signature = inspect.signature(original)
@@ -60,10 +62,15 @@ class WatchedPolicy:
     All ranks call it with the same numbers and must get the same answer.
     """
 
-    def __init__(self, settings: Settings, policy: Any, state: Any, ep_size: int, ep_rank: int) -> None:
+    def __init__(
+        self, settings: Settings, policy: Any, state: Any, planned: tuple[int, int], ep_size: int, ep_rank: int
+    ) -> None:
         self._settings = settings
         self._policy = policy
         self._state = state
+        # By the shape of their maps, which is all that vLLM tells of a model here; `planned` is that of the plan's.
+        self._planned = planned
+        self._rebalancers: dict[tuple[int, ...], Rebalancer] = {}
         self._ep_size = ep_size
         self._ep_rank = ep_rank
         self._signature = inspect.signature(policy.rebalance_experts)
@@ -89,7 +96,7 @@ class WatchedPolicy:
                 logger.info("eplb: no load in the window; the placement stays as it is")
             return self._answer(rows, old)
         if self._settings.policy == "eplb":
-            proposal = self._propose(loads, rows)
+            proposal = self._rebalancer(rows.shape).rebalance(loads, rows)
         else:
             result = self._policy.rebalance_experts(*args, **kwargs)
             proposal = (result[0] if isinstance(result, tuple) else result).cpu().numpy().astype(np.int32)
@@ -97,31 +104,12 @@ class WatchedPolicy:
         self._report(loads, rows, new)
         return self._answer(new, old)
 
-    def _propose(self, loads: npt.NDArray[np.int64], rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The live placement with as few slots changed as help most, or as it is when that gains too little.
-
-        Seeded, and the same on every rank.
-        """
-        layers = np.arange(len(rows), dtype=np.int32)
-        live = Placement(_without_twins(rows, loads, self._ep_size), layers, loads.shape[1], self._ep_size)
-        most = max(1, rows.size // 20) if self._settings.max_moves is None else self._settings.max_moves
-        request = PlanRequest(
-            ep_size=self._ep_size,
-            num_redundant_experts=live.num_redundant_experts,
-            strategy="mean",
-            effort="fast",
-            folds=0,
-            previous=live,
-            max_moves=most,
-        )
-        window = ExpertLoads(loads[None], np.zeros(1, np.int64), layers)
-        try:
-            planned = make_plan(window, request).placement.physical_to_logical
-        except LoadsError:  # every layer's traffic is on one expert: nothing can be spread
-            return rows
-        proposal = _within(most, rows, planned, loads, self._ep_size)
-        before, after = (balancedness(rank_loads(map_, window.counts, self._ep_size)) for map_ in (rows, proposal))
-        return proposal if after - before >= self._settings.min_gain else rows
+    def _rebalancer(self, shape: tuple[int, ...]) -> Rebalancer:
+        if shape not in self._rebalancers:
+            self._rebalancers[shape] = Rebalancer(
+                self._ep_size, shape == self._planned, self._settings.max_moves, self._settings.min_gain
+            )
+        return self._rebalancers[shape]
 
     def _answer(self, new: npt.NDArray[np.int32], old: Tensor) -> Any:
         """`new` in the form in which this vLLM's policies answer."""
@@ -172,45 +160,3 @@ class WatchedPolicy:
                     for tensor in model_state.model.expert_weights[0]
                 )
         return 0
-
-
-def _without_twins(rows: npt.NDArray[np.int32], loads: npt.NDArray[np.int64], ep_size: int) -> npt.NDArray[np.int32]:
-    """The placement with each second copy of an expert on a rank replaced by what the rank lacks and needs most.
-
-    vLLM's policy makes such copies, which serve nothing; the planner would place their layers anew, and move much.
-    """
-    mended = rows.copy()
-    per_rank = rows.shape[1] // ep_size
-    by_rank = np.sort(rows.reshape(len(rows), ep_size, per_rank), -1)
-    for layer, rank in np.unique(np.argwhere(by_rank[..., 1:] == by_rank[..., :-1])[:, :2], axis=0):
-        copies = np.bincount(mended[layer], minlength=loads.shape[1])
-        slots = mended[layer, rank * per_rank : (rank + 1) * per_rank]
-        for slot in range(per_rank):
-            if (slots[:slot] == slots[slot]).any():
-                share = loads[layer] / copies
-                share[slots] = -1.0
-                copies[slots[slot]] -= 1
-                slots[slot] = share.argmax()
-                copies[slots[slot]] += 1
-    return mended
-
-
-def _within(
-    most: int,
-    old: npt.NDArray[np.int32],
-    new: npt.NDArray[np.int32],
-    loads: npt.NDArray[np.int64],
-    ep_size: int,
-) -> npt.NDArray[np.int32]:
-    """`new` in the layers that gain most per changed slot, `old` in the others; at most `most` slots change."""
-    changed = (old != new).sum(1)
-    if changed.sum() <= most:
-        return new
-    peak_old, peak_new = (rank_loads(rows, loads[None], ep_size)[0].max(1) for rows in (old, new))
-    gain = (peak_old - peak_new) / np.maximum(changed, 1)
-    kept = old.copy()
-    for layer in np.argsort(-gain, kind="stable"):
-        if gain[layer] > 0 and changed[layer] <= most:
-            kept[layer] = new[layer]
-            most -= int(changed[layer])
-    return kept

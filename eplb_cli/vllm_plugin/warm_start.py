@@ -184,7 +184,7 @@ def _start(
     if settings.layout != "physical":  # whose loader has filled every slot under its own number
         ranks.together(lambda: move.fill_slots(state, model_state, model, stage, group))
     ranks.agree(lambda: move.write_maps(model_state, stage))
-    ranks.together(lambda: rebalancing.watch(settings, state, stage.ep_size, group.rank_in_group))
+    ranks.together(lambda: rebalancing.watch(settings, state, model_state, stage.ep_size, group.rank_in_group))
     state.expert_rearrangement_step = 0
     model_state.expert_load_pass.zero_()
     if settings.policy == "static":

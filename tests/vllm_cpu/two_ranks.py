@@ -542,7 +542,8 @@ def controls(folder: Path, rank: int) -> Iterator[tuple[str, Any]]:
 
 def _empty_window(attempt: Attempt, rank: int) -> list[bool]:
     """Which layers the release's own policy, watched, leaves as they are when only the second saw load."""
-    policy = rebalancing.WatchedPolicy(Settings(), attempt.state.policy, attempt.state, RANKS, rank)
+    planned = (len(LAYER_IDS), SLOTS)
+    policy = rebalancing.WatchedPolicy(Settings(), attempt.state.policy, attempt.state, planned, RANKS, rank)
     loads = torch.zeros(len(LAYER_IDS), EXPERTS)
     loads[1] = torch.arange(EXPERTS) + 1
     old = torch.from_numpy(attempt.placement.physical_to_logical).long()
