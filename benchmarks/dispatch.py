@@ -2,8 +2,9 @@
 
     python benchmarks/dispatch.py [--only gpt-oss] [--steps 8]
 
-Plans are made from the first half of every recording's sequences (`windows`, fast), steps are drawn from the second
-half: tokens of random places in random sequences, as in decode. Real recordings lie beside the checkout in
+Plans are made from the first half of every recording's sequences (`windows`; `even` and `balanced` are the rules that
+they are planned for), steps are drawn from the second half: tokens of random places in random sequences, as in decode.
+Real recordings lie beside the checkout in
 ../shared/data; nothing runs without them. `bound` is the linear program of every step and layer: no choice of copies is
 better balanced. Times are in reads of one expert's weights: a slot that serves any token costs PRICE tokens.
 """
@@ -50,8 +51,8 @@ def halves(folder: str, names: tuple[str, ...]) -> tuple[Ids, list[Ids]]:
     return np.concatenate(first), second
 
 
-def plan(tokens: Ids, experts: int, window: int, ranks: int, redundant: int) -> Placement:
-    """A plan from windows of consecutive tokens."""
+def plan(tokens: Ids, experts: int, window: int, ranks: int, redundant: int, dispatch: Rule) -> Placement:
+    """A plan for a rule from windows of consecutive tokens."""
     windows = len(tokens) // window
     layers = tokens.shape[1]
     counts = np.zeros((windows, layers, experts), np.int64)
@@ -60,7 +61,7 @@ def plan(tokens: Ids, experts: int, window: int, ranks: int, redundant: int) -> 
             picks = tokens[index * window : (index + 1) * window, layer].ravel()
             counts[index, layer] = np.bincount(picks, minlength=experts)
     loads = ExpertLoads(counts, np.full(windows, window), np.arange(layers, dtype=np.int32))
-    return make_plan(loads, PlanRequest(ranks, redundant, effort="fast", folds=0)).placement
+    return make_plan(loads, PlanRequest(ranks, redundant, dispatch=dispatch, folds=0)).placement
 
 
 def least_busiest(counts: npt.NDArray[np.int64], row: npt.NDArray[np.int32], ranks: int) -> float:
@@ -86,9 +87,13 @@ def main() -> None:
         tokens, sequences = halves(folder, files)
         layers = list(range(1, tokens.shape[1], 4))
         for ranks, redundant in shapes:
-            maps = {r: plan(tokens, experts, window, ranks, r).physical_to_logical[layers] for r in (0, redundant)}
+            kinds: tuple[tuple[int, Rule], ...] = ((0, "even"), (redundant, "even"), (redundant, "balanced"))
+            none, even, balanced = (
+                plan(tokens, experts, window, ranks, r, rule).physical_to_logical[layers] for r, rule in kinds
+            )
             print(f"\n{name}, EP{ranks}: step time with R = 0 and R = {redundant}; balancedness with R = {redundant}")
-            print("tokens |  R=0   hash  balanced: one batch, own | hash   one batch  own    bound")
+            print("       |               chosen by load    |        chosen by load, plan for even   for balanced")
+            print("tokens |  R=0   hash  one batch  own     | hash   one batch  own    one batch  own    bound")
             for size in SIZES:
                 rng = np.random.default_rng(size)
                 totals: dict[str, float] = {}
@@ -98,13 +103,15 @@ def main() -> None:
                     one, own = np.zeros(size, np.int64), np.arange(size) % ranks
                     totals["mean"] = totals.get("mean", 0.0) + len(layers) * size * ids.shape[2] / ranks
                     served = {
-                        "none": (maps[0], one, "hash", PRICE),
-                        "hash": (maps[redundant], own, "hash", PRICE),
-                        "one": (maps[redundant], one, "balanced", PRICE),
-                        "own": (maps[redundant], own, "balanced", PRICE),
-                        "hash_0": (maps[redundant], own, "hash", 0),
-                        "one_0": (maps[redundant], one, "balanced", 0),
-                        "own_0": (maps[redundant], own, "balanced", 0),
+                        "none": (none, one, "hash", PRICE),
+                        "hash": (even, own, "hash", PRICE),
+                        "one": (balanced, one, "balanced", PRICE),
+                        "own": (balanced, own, "balanced", PRICE),
+                        "hash_0": (even, own, "hash", 0),
+                        "even_one_0": (even, one, "balanced", 0),
+                        "even_own_0": (even, own, "balanced", 0),
+                        "one_0": (balanced, one, "balanced", 0),
+                        "own_0": (balanced, own, "balanced", 0),
                     }
                     for key, (rows, source, rule, price) in served.items():
                         chosen: Rule = "hash" if rule == "hash" else "balanced"
@@ -112,14 +119,14 @@ def main() -> None:
                         totals[key] = totals.get(key, 0.0) + float(rank_times(slots, ranks, price).max(1).sum())
                     for layer in range(len(layers)):
                         counts = np.bincount(ids[:, layer].ravel(), minlength=experts)
-                        best = least_busiest(counts, maps[redundant][layer], ranks)
+                        best = least_busiest(counts, balanced[layer], ranks)
                         totals["bound"] = totals.get("bound", 0.0) + best
                 reads = {k: totals[k] / arguments.steps / len(layers) / PRICE for k in ("none", "hash", "one", "own")}
-                even = {k: totals["mean"] / totals[k] for k in ("hash_0", "one_0", "own_0", "bound")}
+                share = {k: totals["mean"] / totals[k] for k in totals if k.endswith("_0") or k == "bound"}
                 print(
-                    f"{size:6d} | {reads['none']:5.2f}  {reads['hash']:5.2f}  {reads['one']:19.2f}  "
-                    f"{reads['own']:5.2f} | "
-                    f"{even['hash_0']:.3f}  {even['one_0']:.3f}      {even['own_0']:.3f}  {even['bound']:.3f}"
+                    f"{size:6d} | {reads['none']:5.2f}  {reads['hash']:5.2f}  {reads['one']:9.2f}  {reads['own']:5.2f}"
+                    f"   | {share['hash_0']:.3f}  {share['even_one_0']:9.3f}  {share['even_own_0']:.3f}  "
+                    f"{share['one_0']:9.3f}  {share['own_0']:.3f}  {share['bound']:.3f}"
                 )
 
 

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.dispatch import loads_under
-from eplb_cli.metrics import initial_map, rank_shares
+from eplb_cli.metrics import initial_map, rank_shares, smallest_redundancy
 from eplb_cli.planner.moves import TradeOff, trade_off
 from eplb_cli.planner.nodes import experts_by_node, off_home_price
 from eplb_cli.planner.reference import deepseek_map
 from eplb_cli.planner.request import PlanRequest, Topology
 from eplb_cli.planner.search import Level, refine, search
+from eplb_cli.planner.spare import with_spare_copies
 from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.windows import Evidence
 
@@ -45,6 +46,11 @@ def place(counts: IntArray, topology: Topology, request: PlanRequest, level: Lev
     evidence = _evidence(counts[:, loaded], topology, request)
     if request.strategy == "stock" and (topology.num_redundant_experts or groups > 1):
         rows[loaded] = stock_map(total[loaded], evidence.moments, slots, ranks, STOCK_SWEEPS[level], groups)
+    elif request.dispatch == "balanced":
+        # A plan without spare copies comes first, and so do its copies in every slot order.
+        least = topology.num_experts + smallest_redundancy(topology.num_experts, ranks)
+        primaries = search(evidence, least, ranks, level, request.seed)
+        rows[loaded] = with_spare_copies(evidence.windows, primaries, slots, ranks, level, request.seed)
     else:
         found = _search(evidence, topology, request, level)
         nodes = 1 if request.node_policy == "flat" else topology.num_nodes

@@ -28,7 +28,7 @@ from eplb_cli.planner.confidence import (
     step_noise_ceiling,
     tokens_needed,
 )
-from eplb_cli.planner.moves import TradeOff, moved_slots
+from eplb_cli.planner.moves import TradeOff, match_ranks, moved_slots
 from eplb_cli.planner.nodes import NodeOption, off_home_share, strict_peaks
 from eplb_cli.planner.placing import cross_validate, place, place_after, served
 from eplb_cli.planner.redundancy import CROSSOVER_TOKENS, KNEE, SweepPoint, candidates, compulsory, knee
@@ -202,10 +202,13 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
 
     previous = None if request.previous is None else _previous_rows(loads, topology, request.previous)
     curve = None
-    if previous is not None and strategy in ("windows", "mean"):
+    searched = strategy in ("windows", "mean")
+    if previous is not None and searched and request.dispatch != "balanced":
         rows, curve = place_after(previous, loads.counts, topology, request)
     else:
         rows = place(loads.counts, topology, request)
+        if previous is not None and searched:
+            rows = match_ranks(previous, rows, topology.ep_size)
     unseen = cross_validate(loads.counts, topology, request, None if curve is None else previous)
     if strategy == "mean" and topology.ep_size > 1:
         notes.append(remarks.on_mean(loads, topology, request, unseen))
@@ -244,7 +247,7 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
             architecture=loads.model if request.model is None else request.model.architecture,
             top_k=loads.top_k,
             strategy=strategy,
-            objective=OBJECTIVES[strategy],
+            objective=OBJECTIVES[strategy] + (", copies chosen by load" if request.dispatch == "balanced" else ""),
             dispatch=None if request.dispatch == "even" else request.dispatch,
             seed=request.seed,
             profile_sha256=profile_sha256,
@@ -400,6 +403,7 @@ def _node_options(
         not topology.groups_split_over_nodes
         or topology.num_groups is None
         or request.strategy not in ("windows", "mean")
+        or request.dispatch == "balanced"
     ):
         return ()
     options = []

@@ -43,7 +43,8 @@ class PlanRequest:
         num_groups: routing groups of the model (`n_group` in config.json); None when the router has none.
         strategy: see `eplb_cli.planner`; "auto" takes "windows" when there are two windows or more, else "mean".
         dispatch: the rule that will choose among copies (`eplb_cli.dispatch`); figures are of that rule.
-        effort: how much search; each level is no worse than the one before on the strategy's own objective.
+        effort: how much search; each level is no worse than the one before on the strategy's own objective (for
+            "balanced" on that of its primaries, which the copies come after).
         seed: seeds whatever is random; recorded in the plan.
         folds: K of the contiguous K-fold cross-validation behind `held_out`; below 2 there is none.
         previous: a plan in force; moves are counted from it, and kept few.
@@ -158,6 +159,13 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
         raise UsageError(
             f"--node-policy {request.node_policy} with --strategy {request.strategy}",
             rule="the reference keeps whole groups on nodes by itself, and the stock map cannot",
+        )
+    if request.dispatch == "balanced" and (request.node_policy != "flat" or request.max_moves is not None):
+        option = "--max-moves" if request.node_policy == "flat" else f"--node-policy {request.node_policy}"
+        raise UsageError(
+            f"{option} with --dispatch balanced",
+            rule="the search for it weighs neither moves nor home nodes",
+            hint="With --previous alone, ranks are renumbered so that few experts move.",
         )
     if request.max_moves is not None and request.previous is None:
         raise UsageError("--max-moves without --previous", rule="moves are counted from a plan in force")

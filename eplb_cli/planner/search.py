@@ -17,12 +17,13 @@ from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
 from eplb_cli.planner.tournament import over_layers
 from eplb_cli.planner.windows import Evidence, peaks, spread
 
-__all__ = ["Level", "refine", "search"]
+__all__ = ["LEVELS", "Level", "refine", "search"]
 
 IntArray = npt.NDArray[np.int64]
 
 
 Level = Literal["fast", "settled", "normal", "thorough"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 """The efforts, and between them what is left of "normal" without annealing, for plans that are only compared."""
 
 DESCENT = {"fast": (4_500, 4), "settled": (40_000, 30)}
@@ -107,8 +108,7 @@ def refine(
 
 
 def _levels(effort: Level) -> tuple[Level, ...]:
-    levels: tuple[Level, ...] = get_args(Level)
-    return levels[: levels.index(effort) + 1]
+    return LEVELS[: LEVELS.index(effort) + 1]
 
 
 def _improve(
