@@ -44,6 +44,8 @@ def pairs_program(loads: np.ndarray, ranks: int) -> float:
 def test_a_hot_expert_caps_the_bound() -> None:
     # One expert holds 8 of 10 tokens; with 4 slots on 2 ranks it may have 2 copies of 4: below the mean of 5.
     assert balancedness_bound(np.array([[[8, 1, 1]]]), 4, 2) == pytest.approx(1.0)
+    # Shares of whole counts need not be whole: two copies of 7 are 3.5 each, above the mean of 2.
+    assert balancedness_bound(np.array([[[7, 1, 1, 1]]]), 5, 5) == pytest.approx(2 / 3.5)
     # Without a spare slot it stays whole on one rank.
     assert balancedness_bound(np.array([[[8, 1, 1, 0]]]), 4, 2) == pytest.approx(5 / 8, rel=1e-8)
 

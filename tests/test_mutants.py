@@ -164,6 +164,7 @@ def test_a_hole_in_the_tests_is_shown_and_fails(checkout: Path) -> None:
     )
     code, said = run(checkout)
     assert "NOT NOTICED" not in said and "100.0% of" in said and code == 0, said
+    assert "| eplb_cli | 2 | 2 | 1 | 100.0% |" in said, said
 
 
 @pytest.mark.slow

@@ -62,6 +62,14 @@ def test_second_names_in_config_classes_follow(tmp_path: Path, kind: str) -> Non
     assert {count for count in counts if count is not None} == {E}
 
 
+def test_each_count_of_slots_follows_and_another_number_stays(tmp_path: Path) -> None:
+    """A config class may keep copies of the count that no alias ties to the first."""
+    physical(tmp_path, FORMS["deepseek_v3"]().config)
+    read = SimpleNamespace(n_routed_experts=SLOTS, num_local_experts=SLOTS - 1, num_experts=SLOTS)
+    config = read_by_engine(tmp_path, lambda folder: read if folder else None)
+    assert (config.n_routed_experts, config.num_local_experts, config.num_experts) == (E, SLOTS - 1, E)
+
+
 def test_other_models_are_left_alone_and_an_unknown_count_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     physical(tmp_path, qwen3_moe().config)

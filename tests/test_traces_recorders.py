@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -713,6 +714,14 @@ class TestMindie:
         with pytest.raises(TraceError, match="counts 10 physical slots"):
             read(tmp_path)
 
+    def test_a_map_that_the_user_gives_counts_where_slots_are_as_many_as_experts(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path)
+        rows = np.array([[1, 2, 3, 4, 5, 6, 7, 0], [7, 6, 5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5, 7, 6]], np.int32)
+        plan = Placement(rows, np.array([1, 2, 3], np.int32), 8, 2)
+        loads = read(tmp_path, options=ReadOptions(MODEL, physical_to_logical=plan))
+        for layer, row in enumerate(rows):
+            assert (loads.counts[:, layer, row] == counts[:, layer]).all()
+
     def test_a_draft_layer_follows_the_moe_layers(self, tmp_path: Path) -> None:
         counts = self.write(tmp_path, layers=4, blocks=1)
         loads = read(tmp_path)
@@ -932,6 +941,11 @@ class TestDs4Hits:
             read(tmp_path / "hits.csv", options=ReadOptions())
         assert (caught.value.layer, caught.value.row) == (3, 18)
 
+    def test_experts_beyond_the_last_row_are_those_that_the_model_has(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "hits.csv", np.full((3, 8), 250), 1000)
+        loads = read(tmp_path / "hits.csv", options=ReadOptions(ModelShape(None, 10)))
+        assert loads.counts[0].tolist() == [[250] * 8 + [0, 0]] * 3
+
     def test_a_pair_there_twice_is_refused(self, tmp_path: Path) -> None:
         self.write(tmp_path / "hits.csv", np.full((3, 8), 250), 1000)
         path = tmp_path / "hits.csv"
@@ -950,6 +964,12 @@ class TestSmallerShapes:
         assert (loads.counts[0] == counts).all() and loads.tokens.tolist() == [1000]
         assert not any("tokens x top-k" in warning for warning in loads.warnings)
         assert reader_of(loads) == "saliency-json"
+
+    def test_json_laid_out_over_lines_is_one_document(self, tmp_path: Path) -> None:
+        layers = {"1": {"cnt": [250, 150, 300, 100], "gate": []}}
+        document = {"arch": "glm-dsa", "n_expert": 4, "tokens": 400, "layers": layers}
+        (tmp_path / "a.json").write_text(json.dumps(document, indent=1))
+        assert read(tmp_path / "a.json", options=ReadOptions()).counts.tolist() == [[[250, 150, 300, 100]]]
 
     def test_saliency_layers_are_numbers(self, tmp_path: Path) -> None:
         counts = poisson(3, 8)
@@ -1157,6 +1177,15 @@ class TestEplbRecording:
         warnings = read(tmp_path).warnings
         assert "2 windows missing between the first and the last: 2, 3" in warnings
         assert "1 of 3 windows lack some ranks' lines (idle or stopped ranks)" in warnings
+
+    @pytest.mark.parametrize(
+        "counts", [poisson(2, 8), poisson(3, 7), poisson(3, 8) / 2], ids=["layers", "experts", "floats"]
+    )
+    def test_a_part_of_another_shape_or_kind_is_refused(self, tmp_path: Path, counts: np.ndarray) -> None:
+        self.write(tmp_path, [(0, "all", poisson(3, 8)), (1, "all", counts)])
+        with pytest.raises(TraceError, match=f"counts are {re.escape(str(list(counts.shape)))}") as caught:
+            read(tmp_path)
+        assert (caught.value.row, caught.value.rule) == (3, "[3, 8]")
 
     def test_windows_come_in_order(self, tmp_path: Path) -> None:
         self.write(tmp_path, [(window, "all", poisson(3, 8)) for window in (1, 2, 1)])

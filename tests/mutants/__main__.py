@@ -83,7 +83,7 @@ def main() -> int:
             mutants.append(found) if found else gone.append(row)
     mutants += _sample(parsed, sorted(chosen), given.sample, random.Random(given.seed), equivalent)
 
-    counts: Counter[str] = Counter({GONE: len(gone)})
+    judged: dict[str, Counter[str]] = defaultdict(Counter)
     with _copies(given.jobs) as copies:
         reach = Reach.of(CHECKOUT, copies[0])
         _preload()
@@ -100,15 +100,40 @@ def main() -> int:
 
         with ThreadPoolExecutor(given.jobs) as pool:
             for mutant, verdict in zip(mutants, pool.map(judge, mutants), strict=True):
-                counts[verdict.verdict] += 1
+                judged[_room(mutant.slip.file)][verdict.verdict] += 1
                 print(_shown(mutant, verdict, parsed), flush=True)
     for row in gone:
         print(f"{GONE:17} {row['file']}: {row['old']!r} is not there, or not once ({row['meaning']})")
-    tried = counts[NOTICED] + counts[TIMED_OUT] + counts[MISSED]
-    share = (counts[NOTICED] + counts[TIMED_OUT]) / tried if tried else 1.0
+    counts = sum(judged.values(), Counter({GONE: len(gone)}))
+    share = _share(counts)
+    print(_table(judged))
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
-    print(f"{share:.1%} of {tried} noticed; wanted {WANTED:.0%}")
+    print(f"{share:.1%} of {_tried(counts)} noticed; wanted {WANTED:.0%}")
     return int(share < WANTED or bool(gone))
+
+
+def _room(file: str) -> str:
+    """The package that a module belongs to."""
+    return str(Path(file).parent)
+
+
+def _tried(counts: Counter[str]) -> int:
+    return counts[NOTICED] + counts[TIMED_OUT] + counts[MISSED]
+
+
+def _share(counts: Counter[str]) -> float:
+    """The part of the tried mistakes that a test noticed; those that hang the tests are among them."""
+    return 1 - counts[MISSED] / (_tried(counts) or 1)
+
+
+def _table(judged: dict[str, Counter[str]]) -> str:
+    """What became of the mistakes of each package, and of all, as Markdown."""
+    rows = [*sorted(judged.items()), ("all", sum(judged.values(), Counter()))]
+    lines = ["| package | tried | noticed | equivalent | share |", "| --- | --- | --- | --- | --- |"]
+    for room, counts in rows:
+        tried, share = _tried(counts), _share(counts)
+        lines.append(f"| {room} | {tried} | {tried - counts[MISSED]} | {counts[EQUIVALENT]} | {share:.1%} |")
+    return "\n".join(lines)
 
 
 def _rows(name: str, kind: str = "mutant") -> list[dict]:

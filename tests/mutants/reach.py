@@ -150,10 +150,9 @@ def _measure(scratch: Path, files: list[str], folder: Path) -> dict[str, dict[st
             capture_output=True,
             text=True,
         )
-        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            raise SystemExit(
-                f"The tests fail before any mistake is put in:\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
-            )
+        finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if done.returncode not in finished:
+            raise SystemExit(f"The tests cannot be run:\n{done.stdout[-3000:]}{done.stderr[-2000:]}")
         found: dict[str, dict[str, Any]] = json.loads(answer.read_text())
     for path in (scratch / PACKAGE).rglob("*.py"):
         kept = folder / f"{_digest(path.read_bytes())}.py"
