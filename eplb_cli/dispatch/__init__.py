@@ -10,7 +10,7 @@ G EP ranks.
 
 from eplb_cli.dispatch.balanced import choose_copies
 from eplb_cli.dispatch.copies import Copies
-from eplb_cli.dispatch.engines import chosen_slots, static_shares, usual_shares
+from eplb_cli.dispatch.engines import SglangDeals, chosen_slots, shares_of_slots, static_shares, usual_shares
 from eplb_cli.dispatch.rules import ENGINE_RULES, EVEN_RULES, RULES, STATIC_RULES, Rule, StaticRule
 from eplb_cli.dispatch.steps import rank_times, slot_tokens
 from eplb_cli.dispatch.tokens import serving_slots
@@ -23,12 +23,14 @@ __all__ = [
     "STATIC_RULES",
     "Copies",
     "Rule",
+    "SglangDeals",
     "StaticRule",
     "choose_copies",
     "chosen_slots",
     "loads_under",
     "rank_times",
     "serving_slots",
+    "shares_of_slots",
     "slot_tokens",
     "static_shares",
     "usual_shares",

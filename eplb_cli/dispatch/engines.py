@@ -26,7 +26,7 @@ from eplb_cli.dispatch.rules import StaticRule
 from eplb_cli.errors import PlacementError
 from eplb_cli.metrics import initial_map, require_table
 
-__all__ = ["chosen_slots", "static_shares", "usual_shares"]
+__all__ = ["SglangDeals", "chosen_slots", "shares_of_slots", "static_shares", "usual_shares"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -77,11 +77,16 @@ def static_shares(
     Arguments as in `chosen_slots`.
     """
     chosen = chosen_slots(rule, physical_to_logical, num_experts, ep_size, num_nodes, layer_ids)
-    layers, slots = physical_to_logical.shape
-    rank = chosen // (slots // ep_size)
-    flat = np.arange(layers * num_experts).reshape(layers, num_experts, 1) * ep_size + rank
-    sources = np.bincount(flat.ravel(), minlength=layers * num_experts * ep_size)
-    return sources.reshape(layers, num_experts, ep_size) / ep_size
+    return shares_of_slots(chosen, physical_to_logical.shape[1])
+
+
+def shares_of_slots(chosen: IntArray, num_slots: int) -> FloatArray:
+    """The part of each expert's load that each rank serves, float64 [..., E, G], from the slots of `chosen_slots`."""
+    ep_size = chosen.shape[-1]
+    first = np.arange(chosen.size // ep_size).reshape(*chosen.shape[:-1], 1) * ep_size
+    sources = np.bincount((first + chosen // (num_slots // ep_size)).ravel(), minlength=chosen.size)
+    shares: FloatArray = sources.reshape(chosen.shape) / ep_size
+    return shares
 
 
 def usual_shares(rule: StaticRule, held: BoolArray, num_nodes: int) -> FloatArray:
@@ -122,43 +127,63 @@ def _by_rank_modulo(physical_to_logical: npt.NDArray[np.integer], num_experts: i
 def _nearest_or_dealt(
     physical_to_logical: npt.NDArray[np.integer], num_experts: int, ep_size: int, num_nodes: int, ids: IntArray
 ) -> IntArray:
-    slots = physical_to_logical.shape[1]
-    nearest = _nearest(physical_to_logical, num_experts, ep_size, num_nodes)
-    between = initial_map(num_experts, slots - num_experts)[None]
-    nearest_between = _nearest(between, num_experts, ep_size, num_nodes)[0]
-    # Of each of the model's layers its row here; None for one in the initial layout.
-    row_of: list[int | None] = [None] * (int(ids.max(initial=-1)) + 1)
-    for given, layer in enumerate(ids.tolist()):
-        row_of[layer] = given
-    chosen = nearest.copy()
-    deals = [_deals_of(rows, near) for rows, near in zip(physical_to_logical, nearest, strict=True)]
-    deals_between = _deals_of(between[0], nearest_between)
-    # Ranks that look for copies of the same experts draw the same numbers.
-    unmet = np.concatenate([nearest, nearest_between[None]]) == NONE
-    _, stream = np.unique(unmet.reshape(-1, ep_size), axis=1, return_inverse=True)
-    for number in range(int(stream.max(initial=-1)) + 1):
-        ranks = np.flatnonzero(stream.ravel() == number)
-        first = int(ranks[0])
-        generator = random.Random(SGLANG_SEED)  # noqa: S311 - the engine's own
-        for row in row_of:
-            for expert, (copies, sources) in (deals_between if row is None else deals[row]).items():
-                if first not in sources:
-                    continue
-                hand = _deal(copies, len(sources), generator)
-                if row is not None:
-                    chosen[row, expert, ranks] = [hand[sources[rank]] for rank in ranks.tolist()]
+    chosen = np.empty((len(ids), num_experts, ep_size), np.int64)
+    between = initial_map(num_experts, physical_to_logical.shape[1] - num_experts)
+    row_of = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+    deals = SglangDeals(num_experts, ep_size, num_nodes)
+    for layer in range(int(ids.max(initial=-1)) + 1):
+        if layer in row_of:
+            chosen[row_of[layer]] = deals.next_layer(physical_to_logical[row_of[layer]])
+        else:
+            deals.next_layer(between)
     return chosen
 
 
-def _deals_of(row: npt.NDArray[np.integer], nearest: IntArray) -> dict[int, tuple[list[int], dict[int, int]]]:
-    """Of each expert that is dealt, by id: its slots, and the place in the deal of each rank that takes part."""
-    return {
-        expert: (
-            np.flatnonzero(row == expert).tolist(),
-            {rank: place for place, rank in enumerate(np.flatnonzero(nearest[expert] == NONE).tolist())},
-        )
-        for expert in np.flatnonzero((nearest == NONE).any(1)).tolist()
-    }
+class SglangDeals:
+    """SGLang's choice of copies, layer after layer.
+
+    Every rank draws with a generator of its own; ranks that have drawn the same so far share one here.
+    """
+
+    def __init__(self, num_experts: int, ep_size: int, num_nodes: int) -> None:
+        self.num_experts, self.ep_size, self.num_nodes = num_experts, ep_size, num_nodes
+        self._players = [(tuple(range(ep_size)), random.Random(SGLANG_SEED))]  # noqa: S311 - the engine's own
+
+    def fork(self) -> SglangDeals:
+        """Another one in the same state."""
+        other = SglangDeals(self.num_experts, self.ep_size, self.num_nodes)
+        other._players = [(ranks, _same_state(generator)) for ranks, generator in self._players]
+        return other
+
+    def next_layer(self, row: npt.NDArray[np.integer]) -> IntArray:
+        """The slot to which each source rank sends its tokens of each expert, int64 [E, G], in the next layer [P]."""
+        chosen: IntArray = _nearest(row[None], self.num_experts, self.ep_size, self.num_nodes)[0]
+        unmet = chosen == NONE
+        dealt = np.flatnonzero(unmet.any(1)).tolist()
+        copies = {expert: np.flatnonzero(row == expert).tolist() for expert in dealt}
+        places = (np.cumsum(unmet, 1) - 1).tolist()
+        sources = unmet.sum(1).tolist()
+        players = []
+        for ranks, generator in self._players:
+            alike: dict[bytes, list[int]] = {}
+            for rank in ranks:
+                alike.setdefault(unmet[:, rank].tobytes(), []).append(rank)
+            for group in alike.values():
+                own = generator if len(alike) == 1 else _same_state(generator)
+                players.append((tuple(group), own))
+                for expert in dealt:
+                    if unmet[expert, group[0]]:
+                        hand = _deal(copies[expert], sources[expert], own)
+                        for rank in group:
+                            chosen[expert, rank] = hand[places[expert][rank]]
+        self._players = players
+        return chosen
+
+
+def _same_state(generator: random.Random) -> random.Random:
+    other = random.Random()  # noqa: S311 - the engine's own
+    other.setstate(generator.getstate())
+    return other
 
 
 def _nearest(physical_to_logical: npt.NDArray[np.integer], num_experts: int, ep_size: int, num_nodes: int) -> IntArray:

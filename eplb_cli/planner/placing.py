@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from eplb_cli.dispatch import loads_under
 from eplb_cli.metrics import initial_map, rank_shares, smallest_redundancy
+from eplb_cli.planner.judged import judged_map
 from eplb_cli.planner.moves import TradeOff, trade_off
 from eplb_cli.planner.nodes import experts_by_node, off_home_price
 from eplb_cli.planner.reference import deepseek_map
@@ -55,6 +56,20 @@ def place(counts: IntArray, topology: Topology, request: PlanRequest, level: Lev
         found = _search(evidence, topology, request, level)
         nodes = 1 if request.node_policy == "flat" else topology.num_nodes
         rows[loaded] = _coldest_first(evidence.totals, found, ranks, nodes) if topology.num_redundant_experts else found
+        # Without copies there is nothing to choose.
+        if (request.dispatch == "sglang" or request.dispatch == "vllm-ascend") and topology.num_redundant_experts:
+            reference = rows.copy()
+            reference[loaded] = place(counts, topology, replace(request, strategy="deepseek"))[loaded]
+            seen = counts.sum(0, keepdims=True) if request.strategy == "mean" else counts
+            rows = judged_map(
+                request.dispatch,
+                seen,
+                [rows, reference],
+                topology,
+                level,
+                request.seed,
+                within_nodes=request.node_policy != "flat",
+            )
     return rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from eplb_cli.dispatch import RULES, Rule
+from eplb_cli.dispatch import RULES, STATIC_RULES, Rule
 from eplb_cli.errors import UsageError
 from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.metrics import require_table, smallest_redundancy
@@ -166,6 +166,12 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
             f"{option} with --dispatch balanced",
             rule="the search for it weighs neither moves nor home nodes",
             hint="With --previous alone, ranks are renumbered so that few experts move.",
+        )
+    if request.dispatch in STATIC_RULES and request.previous is not None:
+        raise UsageError(
+            f"--previous with --dispatch {request.dispatch}",
+            rule="moves are traded for balance only where the copies of an expert are alike",
+            hint="Plan without --previous.",
         )
     if request.max_moves is not None and request.previous is None:
         raise UsageError("--max-moves without --previous", rule="moves are counted from a plan in force")
