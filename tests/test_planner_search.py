@@ -182,25 +182,6 @@ def test_no_layer_is_worse_than_under_the_stock_map_at_the_same_effort(
     assert (exact_peaks(placed, counts, ranks) <= exact_peaks(stock, counts, ranks) * (1 + 1e-9)).all()
 
 
-def test_moved_copies_lower_phi_and_keep_the_books() -> None:
-    counts = traffic(layers=6)
-    evidence = Evidence.of(counts, 8)
-    # Copies of the first experts, whatever their load: some are of more use elsewhere.
-    start = pack(evidence.totals, np.tile(np.where(np.arange(32) < 8, 2, 1), (6, 1)), 8)
-    polisher = Polisher(evidence.windows, evidence.window_means, start, 8)
-    touched = polisher.move_copies(50)
-    placed = polisher.placed
-    assert touched.any(1).all()
-    assert (np.diff(np.sort(placed.reshape(6, 8, -1), -1), axis=-1) > 0).all()
-    assert all((np.bincount(row, minlength=32) >= 1).all() for row in placed)
-    loads = rank_loads(placed, counts, 8)
-    expected = (loads / loads.mean(-1, keepdims=True)).transpose(1, 2, 0)
-    np.testing.assert_allclose(polisher.loads.reshape(6, 8, -1), expected, atol=1e-3)
-    np.testing.assert_allclose(polisher.slot_loads.sum(1).reshape(6, 8, -1), expected, atol=1e-3)
-    np.testing.assert_array_equal(polisher.copies, [np.bincount(row, minlength=32) for row in placed])
-    assert exact_peaks(placed, counts, 8).sum() < 0.95 * exact_peaks(start, counts, 8).sum()
-
-
 def test_peaks_agree_with_rank_loads() -> None:
     counts = traffic()
     evidence = Evidence.of(counts, 8)

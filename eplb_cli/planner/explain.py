@@ -38,7 +38,8 @@ def explain_layer(loads: ExpertLoads, placement: Placement, layer_id: int) -> li
     load = counts.sum((0, 1))
     start: npt.NDArray[np.integer] = row
     strategy = placement.provenance.strategy
-    if strategy in SEARCHED and load.any() and ranks > 1:
+    rule = placement.provenance.dispatch
+    if strategy in SEARCHED and rule is None and load.any() and ranks > 1:
         windows = load[None, None] if strategy == "mean" else counts[counts.any((1, 2))]
         evidence = Evidence.of(windows, ranks)
         start = pack(evidence.totals, window_aware_counts(evidence.windows, placement.num_slots, ranks), ranks)
@@ -55,6 +56,8 @@ def explain_layer(loads: ExpertLoads, placement: Placement, layer_id: int) -> li
         before, after = (balancedness(rank_loads(placed, counts, ranks)) for placed in (start, row))
         moved = int(moved_slots(start, row, ranks).sum())
         lines += [f"   The search moves {moved} copies: balancedness {before:.4f} -> {after:.4f}.", ""]
+    if rule is not None:
+        lines += [f"   All figures here are of an even split over copies; the plan is for {rule}.", ""]
     return [*lines, *_ranks(load, counts, row[0], ranks)]
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.planner.search import Level, refine
-from eplb_cli.planner.windows import Evidence, peaks
+from eplb_cli.planner.spare import with_spare_copies
+from eplb_cli.planner.windows import Evidence
 
-__all__ = ["TradeOff", "keep_slots", "match_ranks", "moved_slots", "trade_off"]
+__all__ = ["TradeOff", "keep_slots", "match_ranks", "moved_slots", "options_by_copies", "options_by_swaps", "trade_off"]
 
 IntArray = npt.NDArray[np.int64]
 
 PRICES = (1e-2, 2e-3, 4e-4, 8e-5)
 """Prices of a moved slot that are tried, in units of Phi (`polish`), from dear to cheap."""
+COPY_PRICES = (2e-2, 5e-3, 1e-3, 0.0)
+"""The same for a spare copy, in mean rank loads."""
 
 
 def _held(rows: npt.NDArray[np.integer], ranks: int, experts: int) -> npt.NDArray[np.int32]:
@@ -110,22 +114,14 @@ class TradeOff:
     placed: IntArray
 
 
-def trade_off(
-    evidence: Evidence,
-    previous: IntArray,
-    fresh: IntArray,
-    ep_size: int,
-    most_moves: int | None,
-    effort: Level,
-    seed: int,
-) -> TradeOff:
-    """The best placement found for at most `most_moves` moved slots, and the curve it lies on.
+def options_by_swaps(
+    evidence: Evidence, previous: IntArray, fresh: IntArray, ep_size: int, effort: Level, seed: int
+) -> list[IntArray]:
+    """Placements [X, P] from the previous one to the fresh one, whose ranks are matched.
 
-    Every layer gets a list of placements: the previous one, and for a range of prices per moved slot the results of two
-    searches, from the previous placement (best while traffic is steady) and from the fresh one with its ranks matched
-    (best after it shifted). Layers then take their next placement in the order of what a moved slot gains.
+    For a range of prices per moved slot the results of two searches, from the previous placement (best while traffic is
+    steady) and from the fresh one (best after it shifted).
     """
-    layers = len(previous)
     held = _held(previous, ep_size, evidence.totals.shape[1])
     matched = match_ranks(previous, fresh, ep_size)
     absent = (held == 0).astype(np.float32)
@@ -133,27 +129,50 @@ def trade_off(
     twinned: npt.NDArray[np.bool_] = np.asarray((held > 1).any((1, 2)))
     stay = np.where(twinned[:, None], matched, previous)
     options = [stay, matched]
-    from_previous = from_fresh = None
     level: Level = "fast" if effort == "fast" else "settled"
-    for price in PRICES:
-        from_previous = refine(
-            evidence, stay if from_previous is None else from_previous, ep_size, level, seed, price=absent * price
-        )
-        options.append(from_previous)
-    for price in PRICES[::-1]:
-        from_fresh = refine(
-            evidence, matched if from_fresh is None else from_fresh, ep_size, level, seed, price=absent * price
-        )
-        options.append(from_fresh)
+    for start, prices in ((stay, PRICES), (matched, PRICES[::-1])):
+        for price in prices:
+            start = refine(evidence, start, ep_size, level, seed, price=absent * price)
+            options.append(start)
+    return options
+
+
+def options_by_copies(
+    evidence: Evidence, previous: IntArray, fresh: IntArray, ep_size: int, effort: Level, seed: int
+) -> list[IntArray]:
+    """As `options_by_swaps`, for a choice of copies by load: the previous placement with other spare copies."""
+    options = [previous, match_ranks(previous, fresh, ep_size)]
+    for price in COPY_PRICES:
+        options.append(with_spare_copies(evidence.windows, previous, ep_size, effort, seed, price))
+    return options
+
+
+def trade_off(
+    previous: IntArray,
+    options: Sequence[IntArray],
+    cost: npt.NDArray[np.float64],
+    mean: float,
+    ep_size: int,
+    most_moves: int | None,
+) -> TradeOff:
+    """The best choice of an option for every layer with at most `most_moves` moved slots, and the curve it lies on.
+
+    Layers take their next option in the order of what a moved slot gains.
+
+    Args:
+        previous: the placement in force [L, P].
+        options: N placements [L, P], of which the first moves least.
+        cost: sum over windows of the busiest rank's load, [N, L].
+        mean: sum over windows and layers of the mean rank load.
+        ep_size: G.
+        most_moves: None for as many as improve.
+    """
     moves = np.stack([moved_slots(previous, option, ep_size) for option in options])
-    cost = np.stack([peaks(evidence.windows, option, ep_size) for option in options])
     chosen, curve = _walk(moves, cost, most_moves)
-    mean = float(evidence.window_means.sum())
-    placed = np.stack(options)[chosen, np.arange(layers)]
     return TradeOff(
         tuple(int(point) for point, _ in curve),
         tuple(mean / peak if peak else 1.0 for _, peak in curve),
-        keep_slots(previous, placed, ep_size),
+        np.stack(options)[chosen, np.arange(len(previous))],
     )
 
 

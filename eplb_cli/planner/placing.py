@@ -9,21 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_cli.dispatch import loads_under
-from eplb_cli.metrics import initial_map, rank_shares, smallest_redundancy
+from eplb_cli.metrics import initial_map, rank_shares
 from eplb_cli.planner.judged import judged_map
-from eplb_cli.planner.moves import TradeOff, trade_off
+from eplb_cli.planner.moves import TradeOff, keep_slots, options_by_copies, options_by_swaps, trade_off
 from eplb_cli.planner.nodes import experts_by_node, off_home_price
 from eplb_cli.planner.reference import deepseek_map
 from eplb_cli.planner.request import PlanRequest, Topology
 from eplb_cli.planner.search import Level, refine, search
 from eplb_cli.planner.spare import with_spare_copies
 from eplb_cli.planner.stock import STOCK_SWEEPS, stock_map
-from eplb_cli.planner.windows import Evidence
+from eplb_cli.planner.windows import Evidence, peaks, spread
 
 __all__ = ["cross_validate", "place", "place_after", "served"]
 
 IntArray = npt.NDArray[np.int64]
 
+MOST_SERVED = 32
+"""Windows in which placements are compared under a choice by load."""
 FOLD_LEVEL: dict[str, Level] = {"fast": "fast", "normal": "settled", "thorough": "normal"}
 NODE_PRICE = 1e-3
 """What a slot off its home node costs the relaxed policy, in units of Phi (`polish`): a thousandth of a squared mean
@@ -47,15 +49,12 @@ def place(counts: IntArray, topology: Topology, request: PlanRequest, level: Lev
     evidence = _evidence(counts[:, loaded], topology, request)
     if request.strategy == "stock" and (topology.num_redundant_experts or groups > 1):
         rows[loaded] = stock_map(total[loaded], evidence.moments, slots, ranks, STOCK_SWEEPS[level], groups)
-    elif request.dispatch == "balanced":
-        # A plan without spare copies comes first, and so do its copies in every slot order.
-        least = topology.num_experts + smallest_redundancy(topology.num_experts, ranks)
-        primaries = search(evidence, least, ranks, level, request.seed)
-        rows[loaded] = with_spare_copies(evidence.windows, primaries, slots, ranks, level, request.seed)
     else:
         found = _search(evidence, topology, request, level)
         nodes = 1 if request.node_policy == "flat" else topology.num_nodes
-        rows[loaded] = _coldest_first(evidence.totals, found, ranks, nodes) if topology.num_redundant_experts else found
+        # A choice by load goes by the order of slots, not of ranks.
+        renumber = topology.num_redundant_experts and request.dispatch != "balanced"
+        rows[loaded] = _coldest_first(evidence.totals, found, ranks, nodes) if renumber else found
         # Without copies there is nothing to choose.
         if (request.dispatch == "sglang" or request.dispatch == "vllm-ascend") and topology.num_redundant_experts:
             reference = rows.copy()
@@ -87,10 +86,19 @@ def place_after(
         return rows, None
     evidence = _evidence(counts[:, loaded], topology, request)
     fresh = _search(evidence, topology, request, request.effort)
-    found = trade_off(
-        evidence, previous[loaded], fresh, topology.ep_size, request.max_moves, request.effort, request.seed
+    before, windows, means = previous[loaded], evidence.windows, evidence.window_means
+    by_load = request.dispatch == "balanced"
+    options = (options_by_copies if by_load else options_by_swaps)(
+        evidence, before, fresh, topology.ep_size, request.effort, request.seed
     )
-    rows[loaded] = found.placed
+    if by_load:
+        judged = spread(len(windows), MOST_SERVED)
+        windows, means = windows[judged], means[judged]
+        cost = [loads_under("balanced", option, windows, topology.ep_size).max(-1).sum(0) for option in options]
+    else:
+        cost = [peaks(windows, option, topology.ep_size) for option in options]
+    found = trade_off(before, options, np.stack(cost), float(means.sum()), topology.ep_size, request.max_moves)
+    rows[loaded] = found.placed if by_load else keep_slots(before, found.placed, topology.ep_size)
     return rows, found
 
 
@@ -151,6 +159,12 @@ def _evidence(counts: IntArray, topology: Topology, request: PlanRequest) -> Evi
 
 def _search(evidence: Evidence, topology: Topology, request: PlanRequest, level: Level) -> IntArray:
     slots, ranks, nodes = topology.num_slots, topology.ep_size, topology.num_nodes
+    if request.dispatch == "balanced":
+        # The plan without spare copies comes first, on every rank.
+        fewest = search(evidence, topology.num_experts + -topology.num_experts % ranks, ranks, level, request.seed)
+        start = np.full((len(fewest), ranks, slots // ranks), -1)
+        start[:, :, : fewest.shape[1] // ranks] = fewest.reshape(len(fewest), ranks, -1)
+        return with_spare_copies(evidence.windows, start.reshape(-1, slots), ranks, level, request.seed)
     if request.node_policy == "flat" or not topology.groups_split_over_nodes or topology.num_groups is None:
         return search(evidence, slots, ranks, level, request.seed)
     home = experts_by_node(evidence.windows, topology.num_groups, nodes)

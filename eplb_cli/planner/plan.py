@@ -28,7 +28,7 @@ from eplb_cli.planner.confidence import (
     step_noise_ceiling,
     tokens_needed,
 )
-from eplb_cli.planner.moves import TradeOff, match_ranks, moved_slots
+from eplb_cli.planner.moves import TradeOff, moved_slots
 from eplb_cli.planner.nodes import NodeOption, off_home_share, strict_peaks
 from eplb_cli.planner.placing import cross_validate, place, place_after, served
 from eplb_cli.planner.redundancy import CROSSOVER_TOKENS, KNEE, SweepPoint, candidates, compulsory, knee
@@ -202,13 +202,10 @@ def make_plan(loads: ExpertLoads, request: PlanRequest, profile_sha256: str | No
 
     previous = None if request.previous is None else _previous_rows(loads, topology, request.previous)
     curve = None
-    searched = strategy in ("windows", "mean")
-    if previous is not None and searched and request.dispatch != "balanced":
+    if previous is not None and strategy in ("windows", "mean"):
         rows, curve = place_after(previous, loads.counts, topology, request)
     else:
         rows = place(loads.counts, topology, request)
-        if previous is not None and searched:
-            rows = match_ranks(previous, rows, topology.ep_size)
     unseen = cross_validate(loads.counts, topology, request, None if curve is None else previous)
     if strategy == "mean" and topology.ep_size > 1:
         notes.append(remarks.on_mean(loads, topology, request, unseen))

@@ -1,4 +1,4 @@
-"""Descent and annealing by swaps, and by moves of copies, on a smooth stand-in for the busiest rank of every window.
+"""Descent and annealing by swaps, on a smooth stand-in for the busiest rank of every window.
 
 The load of the busiest rank, summed over windows, is what a step waits for; but the exact maximum of the windows at
 hand is not that of windows to come, whose rank loads differ by about as much as rank loads differ now. So each rank's
@@ -31,8 +31,6 @@ LEAST_GAIN = 1e-7
 """A swap must lower Phi by more than this."""
 EXACT_CANDIDATES = 2
 """Swaps per pair of ranks that are judged exactly, out of the S x S that a second-order estimate ranks."""
-EXACT_COPY_MOVES = 8
-"""Moves of a copy per layer that are judged exactly."""
 NOISE_BITS = 16
 
 
@@ -63,9 +61,8 @@ class Polisher:
         self.layers, self.ranks, self.room, self.first_row = layers, ep_size, slots // ep_size, first_row
         self.held = placed.copy().reshape(layers * ep_size, self.room)
         means = np.maximum(window_means, 1e-9)
-        self.copies: Float32 = replica_counts(placed, experts).astype(np.float32)
-        self.whole: Float32 = np.ascontiguousarray((windows / means[:, :, None]).transpose(1, 2, 0), np.float32)
-        shares = self.whole / self.copies[:, :, None]
+        whole = np.ascontiguousarray((windows / means[:, :, None]).transpose(1, 2, 0), np.float32)
+        shares = whole / replica_counts(placed, experts).astype(np.float32)[:, :, None]
         self.weights: Float32 = (window_means / np.maximum(window_means.sum(0), 1e-9)).T.astype(np.float32)
         self.slot_loads: Float32 = shares[np.arange(layers)[:, None], placed].reshape(layers * ep_size, self.room, -1)
         self.loads: Float32 = self.slot_loads.sum(1)
@@ -86,14 +83,9 @@ class Polisher:
         """The placement reached, [L, P]."""
         return self.held.reshape(self.layers, -1).copy()
 
-    def descend(self, most_sweeps: int, touched: npt.NDArray[np.bool_] | None = None) -> None:
-        """Make every pair's best swap that lowers Phi, until none does or after `most_sweeps` sweeps.
-
-        With `touched` [L, G], only pairs with such a rank are looked at first.
-        """
+    def descend(self, most_sweeps: int) -> None:
+        """Make every pair's best swap that lowers Phi, until none does or after `most_sweeps` sweeps."""
         unsettled = np.ones((self.layers, self.ranks, self.ranks), bool)
-        if touched is not None:
-            unsettled = touched[:, :, None] | touched[:, None, :]
         for _ in range(most_sweeps):
             swapped = False
             for left, right in rounds(self.ranks):
@@ -127,105 +119,6 @@ class Polisher:
             rank_g, rank_h = np.tile(left, self.layers), np.tile(right, self.layers)
             heat = np.float32(hottest * (coldest / hottest) ** (step / steps)) * scale[at]
             self._swap_pairs(at, rank_g, rank_h, heat, noise.offsets(self.first_row + at, step, rank_g), noise)
-
-    def move_copies(self, most: int) -> npt.NDArray[np.bool_]:
-        """Take a copy of one expert away and put one of another in its slot, where that lowers Phi most; up to `most`.
-
-        All ranks that hold either feel it; returned are those ranks, [L, G]. A second-order estimate ranks all slots of
-        experts with several copies times all experts, EXACT_COPY_MOVES of them are judged exactly.
-        """
-        active = np.flatnonzero((self.copies > 1).any(1))
-        before = self.loads.copy()
-        for _ in range(most):
-            if not active.size:
-                break
-            active = active[self._move_copy(active)]
-        touched: npt.NDArray[np.bool_] = (self.loads != before).any(1).reshape(self.layers, self.ranks)
-        return touched
-
-    def _move_copy(self, at: IntArray) -> IntArray:
-        """Make each layer's best move of a copy; indices of the layers that made one."""
-        n, ranks, room = len(at), self.ranks, self.room
-        row = np.arange(n)
-        rank_rows = at[:, None] * ranks + np.arange(ranks)
-        loads, held, holds = self.loads[rank_rows], self.held[rank_rows], self.holds[rank_rows]
-        whole, copies = self.whole[at], self.copies[at]
-        step, weights = (self.beta[at] * np.float32(0.125))[:, None, None], self.weights[at][:, None]
-        y = _base(loads, step)
-        sixth = y * y
-        sixth *= sixth * sixth
-        slope = np.einsum("ngt,net->nge", sixth * y * weights * (np.float32(8.0) * step), whole)
-        curvature = np.einsum("ngt,net->nge", sixth * weights * (np.float32(28.0) * step * step), whole * whole)
-        scale = np.float32(64.0) * step[:, 0, 0] ** 2
-        # Taking one of c copies raises the others' shares by w u, adding one lowers them by w v.
-        u, v = ONE / (copies * np.maximum(copies - ONE, ONE)), ONE / (copies * (copies + ONE))
-        all_slope, all_curvature = (slope * holds).sum(1), (curvature * holds).sum(1)
-        u, v, alone, more = u[:, None], v[:, None], (ONE / copies)[:, None], (ONE / (copies + ONE))[:, None]
-        take = (all_slope[:, None] - slope) * u + (all_curvature[:, None] - curvature) * u * u
-        take += curvature * alone * alone - slope * alone
-        put = all_curvature[:, None] * v * v - all_slope[:, None] * v + slope * more + curvature * more * more
-        if self.price is not None:
-            paid = self.price[rank_rows] * scale[:, None, None]
-            take -= paid
-            put += paid
-        put[holds] = np.inf
-        take[np.broadcast_to(copies[:, None] < 2, take.shape)] = np.inf
-        estimate = np.take_along_axis(take, held, 2)[:, :, :, None] + put[:, :, None, :]
-        # In the slot itself one expert makes way for the other: their curvatures cancel as far as they go together.
-        root = np.sqrt(curvature)
-        estimate -= (np.float32(2.0) * np.take_along_axis(root * alone, held, 2))[:, :, :, None] * (root * more)[
-            :, :, None
-        ]
-        flat = estimate.reshape(n, -1)
-        few = min(EXACT_COPY_MOVES, flat.shape[1])
-        chosen = np.argpartition(flat, few - 1, axis=1)[:, :few]
-        g, i, b = np.unravel_index(chosen, (ranks, room, whole.shape[1]))
-        a = held[row[:, None], g, i]
-        exact, before = np.empty((n, few), np.float32), np.einsum("ngt,nt->n", _eighth(loads, step), weights[:, 0])
-        after = []
-        for k in range(few):
-            moved = self._after_move(loads, holds, whole, copies, (g[:, k], a[:, k], b[:, k]))
-            after.append(moved)
-            exact[:, k] = np.einsum("ngt,nt->n", _eighth(moved, step), weights[:, 0]) - before
-            if self.price is not None:
-                exact[:, k] += paid[row, g[:, k], b[:, k]] - paid[row, g[:, k], a[:, k]]
-        exact[~np.isfinite(flat[row[:, None], chosen])] = np.inf
-        best = exact.argmin(1)
-        found = np.flatnonzero(exact[row, best] < -LEAST_GAIN * scale)
-        for k in range(few):
-            these = found[best[found] == k]
-            if these.size:
-                self._apply_move(at[these], g[these, k], i[these, k], a[these, k], b[these, k], after[k][these])
-        return found
-
-    def _after_move(
-        self, loads: Float32, holds: npt.NDArray[np.bool_], whole: Float32, copies: Float32, move: tuple[IntArray, ...]
-    ) -> Float32:
-        """Rank loads [n, G, T] once rank g holds b instead of a."""
-        g, a, b = move
-        row = np.arange(len(g))
-        before_a, before_b = copies[row, a], copies[row, b]
-        fewer = holds[row, :, a] * (ONE / np.maximum(before_a - ONE, ONE) - ONE / before_a)[:, None]
-        fewer[row, g] = -ONE / before_a
-        more = holds[row, :, b] * (ONE / (before_b + ONE) - ONE / before_b)[:, None]
-        more[row, g] = ONE / (before_b + ONE)
-        moved: Float32 = loads + fewer[:, :, None] * whole[row, a][:, None] + more[:, :, None] * whole[row, b][:, None]
-        return moved
-
-    def _apply_move(self, at: IntArray, g: IntArray, i: IntArray, a: IntArray, b: IntArray, loads: Float32) -> None:
-        ranks = np.arange(self.ranks)
-        rank_rows = at[:, None] * self.ranks + ranks
-        rank = at * self.ranks + g
-        self.loads[rank_rows] = loads
-        self.held[rank, i] = b
-        self.holds[rank, a], self.holds[rank, b] = False, True
-        self.copies[at, a] -= ONE
-        self.copies[at, b] += ONE
-        held = self.held[rank_rows]
-        for expert in (a, b):
-            share = self.whole[at, expert] / self.copies[at, expert][:, None]
-            of_layer, of_rank, slot = np.nonzero(held == expert[:, None, None])
-            self.slot_loads[rank_rows[of_layer, of_rank], slot] = share[of_layer]
 
     def _swap_pairs(
         self,

@@ -160,12 +160,10 @@ def topology_of(loads: ExpertLoads, request: PlanRequest) -> Topology:
             f"--node-policy {request.node_policy} with --strategy {request.strategy}",
             rule="the reference keeps whole groups on nodes by itself, and the stock map cannot",
         )
-    if request.dispatch == "balanced" and (request.node_policy != "flat" or request.max_moves is not None):
-        option = "--max-moves" if request.node_policy == "flat" else f"--node-policy {request.node_policy}"
+    if request.dispatch == "balanced" and request.node_policy != "flat":
         raise UsageError(
-            f"{option} with --dispatch balanced",
-            rule="the search for it weighs neither moves nor home nodes",
-            hint="With --previous alone, ranks are renumbered so that few experts move.",
+            f"--node-policy {request.node_policy} with --dispatch balanced",
+            rule="the search for it does not weigh home nodes",
         )
     if request.dispatch in STATIC_RULES and request.previous is not None:
         raise UsageError(

@@ -40,8 +40,6 @@ RECOUNTED = {"fast": 150_000, "settled": 500_000, "normal": 1_200_000, "thorough
 """Slots times windows that the search over a layer's copies looks at, sorting included (`recount`)."""
 MOST_STOCK_WORK = 65_536
 """E^2 G up to which the best relabelling of the stock map is one more start, next to free."""
-MOST_COPY_MOVES, COPY_MOVES_READ = 32, 4_000_000
-"""Copies that a layer moves at a level, at most; and ranks times experts times windows that choosing them reads."""
 LEAST_SWEEPS = 3
 """Fewer cannot cool: hot and cold would meet in one sweep."""
 
@@ -141,9 +139,6 @@ def _improve(
         polisher = Polisher(windows, means, found, ep_size, first_row=rows.start, price=paid)
         polisher.anneal(sweeps, seed)
         polisher.descend(polish)
-        moves = min(MOST_COPY_MOVES, COPY_MOVES_READ // (ep_size * windows.shape[2] * len(windows)))
-        if moves:
-            polisher.descend(polish, polisher.move_copies(moves))
         return polisher.placed
 
     improved = over_layers(improve, len(placed))

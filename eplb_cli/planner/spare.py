@@ -58,11 +58,10 @@ class _Copies:
     left: FloatArray
     loads: FloatArray
 
-    @property
-    def peaks(self) -> FloatArray:
-        """The busiest rank's load, averaged over windows, [X]."""
-        peaks: FloatArray = self.loads.max(1).mean(1)
-        return peaks
+    def cost(self, start: IntArray, price: float) -> FloatArray:
+        """The busiest rank's load, averaged over windows, and the price of each expert not in the start [X, R]; [X]."""
+        cost: FloatArray = self.loads.max(1).mean(1) + price * ((self.expert != start) & (start >= 0)).sum(1)
+        return cost
 
     def tried(self) -> _Copies:
         """A copy of what changes."""
@@ -119,35 +118,35 @@ class _Copies:
 
 
 def with_spare_copies(
-    windows: IntArray, primaries: IntArray, num_slots: int, ep_size: int, level: Level, seed: int
+    windows: IntArray, start: IntArray, ep_size: int, level: Level, seed: int, price: float = 0.0
 ) -> IntArray:
-    """A placement [X, P] whose ranks hold the primaries first, then spare copies, those that take most in front.
+    """The start [X, P] with its primaries where they are and its spare slots filled, or filled anew.
 
-    Spare slots are filled one by one with the copy that is worth most; then, step by step, one of them is offered
-    another expert, drawn by its worth, and takes it by Metropolis' rule. Draws are the same for all layers, so that a
-    layer's result does not depend on its neighbours.
+    Spare slots that hold nothing (-1) are filled one by one with the copy that is worth most. Then, step by step, one
+    of all spare slots is offered another expert, drawn by its worth, and takes it by Metropolis' rule. Draws are the
+    same for all layers, so that a layer's result does not depend on its neighbours. Where the start had empty slots,
+    the copies that take most come first on each rank; else every slot that keeps its expert stays where it was.
 
     Args:
         windows: loads [T, X, E].
-        primaries: a placement [X, P'] of the fewest slots that hold all experts; what it has twice is spare.
-        num_slots, ep_size: P and G.
+        start: every expert at least once, the first by place on the rank, then by rank, as its primary; without twins.
+        ep_size: G.
         level: how far to go; each starts from the best of the one before.
         seed: of the draws.
+        price: of a slot that gets another expert than the start has there, in mean rank loads.
     """
-    layers, experts = windows.shape[1:]
+    (layers, num_slots), experts = start.shape, windows.shape[2]
     room, layer = num_slots // ep_size, np.arange(layers)[:, None]
-    # 1. Slots, rank by rank: primaries in front of what is twice, -1 where nothing is yet.
-    fewest = primaries.shape[1] // ep_size
-    slots = np.arange(num_slots).reshape(ep_size, room)
-    held = np.full((layers, num_slots), -1)
-    held[:, slots[:, :fewest].ravel()] = primaries
-    first = np.empty((layers, experts), np.int64)
-    for slot in slots[:, :fewest].T.ravel()[::-1]:
-        first[layer[:, 0], held[:, slot]] = slot
+    # 1. Primaries, and the spare slots by their place on the rank.
+    by_place = np.arange(num_slots).reshape(ep_size, room).T.ravel()
+    first = np.full((layers, experts + 1), -1)
+    for slot in by_place[::-1]:
+        first[layer[:, 0], start[:, slot]] = slot
+    first = first[:, :experts]
     spare = np.ones((layers, num_slots), bool)
     spare[layer, first] = False
-    by_place = slots.T.ravel()
     copies = by_place[np.nonzero(spare[:, by_place])[1].reshape(layers, -1)]
+    held_before = start[layer, copies]
     # 2. The windows, and as many that differ more.
     judged = windows[spread(len(windows), JUDGED)].astype(np.float64)
     judged /= np.maximum(judged.sum(2, keepdims=True), 1.0) / ep_size
@@ -160,12 +159,19 @@ def with_spare_copies(
     np.add.at(loads, (layer, primary), whole)
     number = copies.shape[1]
     now = _Copies(
-        whole, primary, copies // room, np.full((layers, number), -1), np.zeros((layers, number, whole.shape[2])),
-        whole.copy(), loads,
-    )  # fmt: skip
-    # 3. Fill.
+        whole,
+        primary,
+        copies // room,
+        held_before.copy(),
+        np.zeros((layers, number, whole.shape[2])),
+        whole.copy(),
+        loads,
+    )
+    # 3. Fill; a copy that is not there yet takes nothing.
+    empty = held_before < 0
     for copy in range(number):
-        now.expert[:, copy] = now.worth(copy).argmax(1)
+        absent = empty[:, copy]
+        now.expert[:, copy] = np.where(absent, now.worth(copy).argmax(1), held_before[:, copy])
         now.relax(np.arange(copy, -1, -1))
     # 4. Anneal, unless every rank holds every expert, or nothing is twice.
     best = now.tried()
@@ -173,7 +179,7 @@ def with_spare_copies(
     for budget, most in () if room == experts or not number else ANNEALING[: LEVELS.index(level) + 1]:
         steps = min(most, budget // (number * whole.shape[2]))
         now = best.tried()
-        peaks = least = now.peaks
+        cost = least = now.cost(held_before, price)
         for step in range(steps):
             heat = HOTTEST * (COLDEST / HOTTEST) ** (step / steps)
             copy, luck, noise = int(rng.integers(number)), rng.random(), rng.gumbel(size=experts)
@@ -181,17 +187,19 @@ def with_spare_copies(
             tried.withdraw(copy)
             tried.expert[:, copy] = (tried.worth(copy) + 2.0 * heat * noise).argmax(1)
             tried.relax(np.concatenate([[copy], rng.permutation(number)]))
-            after = tried.peaks
-            taken = after < peaks - np.log1p(-luck) * heat
+            after = tried.cost(held_before, price)
+            taken = after < cost - np.log1p(-luck) * heat
             now.take(tried, taken)
-            peaks = np.where(taken, after, peaks)
-            better = peaks < least
+            cost = np.where(taken, after, cost)
+            better = cost < least
             best.take(now, better)
-            least = np.where(better, peaks, least)
+            least = np.where(better, cost, least)
+    placed = start.copy()
+    placed[layer, copies] = best.expert
+    if not empty.any():
+        return placed
     # 5. Those that take most open first.
-    held[layer, copies] = best.expert
     later = np.zeros((layers, num_slots))
     later[layer, copies] = 1.0 + 1.0 / (1.0 + best.flow.sum(2))
     order = np.argsort(later.reshape(layers, ep_size, room), axis=2, kind="stable")
-    placed: IntArray = np.take_along_axis(held.reshape(layers, ep_size, room), order, 2).reshape(layers, num_slots)
-    return placed
+    return np.take_along_axis(placed.reshape(layers, ep_size, room), order, 2).reshape(layers, num_slots)
