@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_tensors
 
+from eplb_cli.dispatch import RULES
 from eplb_cli.errors import PlacementError, UsageError
 from eplb_cli.exports import (
     ENGINES,
@@ -28,9 +29,9 @@ from eplb_cli.exports import (
     sidecar_of,
     sidecar_path,
 )
-from eplb_cli.loads import ModelShape
+from eplb_cli.loads import ExpertLoads, ModelShape
 from eplb_cli.metrics import initial_map
-from eplb_cli.placement import Placement
+from eplb_cli.placement import Placement, Provenance
 from tests.conftest import Run
 
 Eplb = Callable[..., Run]
@@ -634,3 +635,69 @@ def test_nothing_is_written_over_without_force(eplb: Eplb, tmp_path: Path) -> No
 def test_a_missing_file_is_named(eplb: Eplb, tmp_path: Path) -> None:
     run = eplb("import", tmp_path / "no.json", "--from", "vllm-list", "-o", tmp_path / "back.json")
     assert run.code == 1 and "no such file" in run.err
+
+
+# SGLang's ranks 0, 1 | 2, 3 of two slots; experts 0 and 1 have copies. Evenly split, ranks have 3.67, 4.67, 4.67, 5;
+# SGLang sends 3, 4, 6, 5 (test_dispatch_engines).
+SPREAD = np.array([[2, 0, 0, 1, 3, 0, 1, 4]], np.int32)
+SPREAD_LOADS = ExpertLoads(np.array([[[8, 4, 1, 2, 3]]]), np.array([18]), np.array([0], np.int32))
+
+
+def spread(**provenance: Any) -> Placement:
+    return Placement(SPREAD, np.array([0], np.int32), 5, 4, 2, Provenance(**provenance))
+
+
+def reach_of(eplb: Eplb, folder: Path, placement: Placement, engine: str, *options: object) -> Run:
+    placement.save(folder / "spread.json")
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1}
+    config |= {"num_experts": 5, "num_experts_per_tok": 1, "hidden_size": 4, "moe_intermediate_size": 4}
+    (folder / "m").mkdir(exist_ok=True)
+    (folder / "m" / "config.json").write_text(json.dumps(config))
+    out = folder / f"out{SUFFIX.get(engine, '.json')}"
+    run = eplb("export", folder / "spread.json", "--to", engine, "--model", folder / "m", "-o", out, *options,
+               "--force", "--format", "json")  # fmt: skip
+    assert run.code == 0, run.err
+    return run
+
+
+def test_an_export_says_what_the_engine_will_reach_and_warns_where_the_plan_says_more(
+    eplb: Eplb, tmp_path: Path
+) -> None:
+    SPREAD_LOADS.save(tmp_path / "l.safetensors")
+    run = reach_of(eplb, tmp_path, spread(), "sglang", "--loads", tmp_path / "l.safetensors")
+    assert run.json["reach"] == {"dispatch": "sglang", "planned_for": "even", "balancedness": 0.75, "promised": 0.9}
+    assert "reaches a balancedness of 0.750 with this plan, not 0.900" in run.json["warnings"][0]
+    assert "--dispatch sglang --num-nodes 2" in run.json["warnings"][0]
+    run = reach_of(eplb, tmp_path, spread(dispatch="sglang"), "sglang", "--loads", tmp_path / "l.safetensors")
+    assert run.json["reach"]["promised"] == 0.75
+    assert not run.json["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "planned", "recorded", "reached"),
+    [
+        ("sglang", "sglang", {"after": 0.75, "even": 0.9}, 0.75),
+        ("sglang", None, {"after": 0.9}, None),
+        ("vllm-ascend", None, {"after": 0.9}, None),
+        ("tensorrt-llm", None, {"after": 0.9}, 0.9),
+        ("vllm-list", None, {"after": 0.9}, 0.9),
+        ("rtp-llm", "hash", {"after": 0.9}, 0.9),
+        ("vllm-list", "sglang", {"after": 0.9, "even": 0.6}, 0.6),
+        ("vllm-list", None, {}, None),
+    ],
+)
+def test_without_loads_the_plans_own_record_tells_as_far_as_it_goes(
+    eplb: Eplb, tmp_path: Path, engine: str, planned: str | None, recorded: dict[str, float], reached: float | None
+) -> None:
+    run = reach_of(eplb, tmp_path, spread(dispatch=planned, balancedness=recorded), engine)
+    assert run.json["reach"]["balancedness"] == reached
+    assert bool(run.json["warnings"]) == (reached == 0.6)
+
+
+@pytest.mark.parametrize("engine", ["deepseek", "omni-infer"])
+def test_an_engine_whose_rule_is_not_known_promises_nothing(eplb: Eplb, tmp_path: Path, engine: str) -> None:
+    assert reach_of(eplb, tmp_path, spread(), engine).json["reach"] is None
+
+
+def test_every_known_rule_of_an_engine_is_one_that_score_takes() -> None:
+    assert {engine.dispatch for engine in ENGINES.values()} <= {*RULES, None}

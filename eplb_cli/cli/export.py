@@ -13,13 +13,14 @@ from eplb_cli.console import OutputFormat
 
 if TYPE_CHECKING:
     from eplb_cli.loads import ModelShape
+    from eplb_cli.planner.scoring import Reach
 
 __all__ = ["EXAMPLES", "EngineName", "export", "read_shape"]
 
 EXAMPLES = (
     "eplb export plan.json --to sglang --model Qwen/Qwen3-30B-A3B -o location.json",
     "eplb export plan.json --to tensorrt-llm -o moe_load_balancer.yaml",
-    "eplb export plan.json --to vllm-ascend -o expert_map.json",
+    "eplb export plan.json --to vllm-ascend --loads loads.safetensors -o expert_map.json",
 )
 
 
@@ -44,6 +45,12 @@ def export(
     model: Annotated[
         str | None, typer.Option(help="Needed where the engine wants all hidden layers; checks the plan's layers.")
     ] = None,
+    loads: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--loads", help="Profiles, to say what the engine's own choice of copies reaches.", metavar="LOADS"
+        ),
+    ] = None,
     force: ForceOption = False,
     output_format: FormatOption = OutputFormat.human,
 ) -> None:
@@ -54,7 +61,9 @@ def export(
     from eplb_cli.errors import UsageError
     from eplb_cli.exports import ENGINES, export_placement, sidecar_of, sidecar_path
     from eplb_cli.files import atomic_write, refuse_existing
+    from eplb_cli.loads import ExpertLoads, concatenate
     from eplb_cli.placement import Placement
+    from eplb_cli.planner.scoring import reach
 
     console = Console(output_format)
     engine = ENGINES[to.value]
@@ -68,13 +77,22 @@ def export(
     for path in (output, sidecar):
         refuse_existing(path, force=force)
     placement = Placement.load(plan)
+    recorded = concatenate([ExpertLoads.load(path) for path in loads]) if loads else None
+    reached = None if engine.dispatch is None else reach(placement, engine.dispatch, recorded)
     exported = export_placement(placement, engine, read_shape(model))
     beside = sidecar_of(exported.content, engine.name, placement, exported.layer_ids)
     for path, content in ((sidecar, beside), (output, exported.content)):
         with atomic_write(path, replace=force) as stream:
             stream.write(content)
     launch = engine.launch(placement, str(output))
-    for warning in exported.warnings:
+    served, warnings = _served(engine.name, placement.num_nodes, reached), list(exported.warnings)
+    if reached is not None and reached.falls_short:
+        warnings.append(
+            f"{engine.name} chooses among an expert's copies in its own way, and reaches a balancedness of "
+            f"{reached.balancedness:.3f} with this plan, not {reached.promised:.3f}: plan with --dispatch "
+            f"{reached.dispatch} --num-nodes {placement.num_nodes}"
+        )
+    for warning in warnings:
         console.warn(warning)
     data = {
         "engine": engine.name,
@@ -87,13 +105,27 @@ def export(
         "ep_size": placement.ep_size,
         "bytes": len(exported.content),
         "launch": launch,
-        "warnings": list(exported.warnings),
+        "reach": None if reached is None else reached.as_dict(),
+        "warnings": warnings,
     }
     console.result(
         data,
         f"{output}: {exported.rows} layers ({engine.numbering} numbering) x {placement.num_slots} slots, read back "
         "and compared.",
+        served,
         f"Use it with: {launch}",
+    )
+
+
+def _served(engine: str, nodes: int, reached: Reach | None) -> str:
+    """A sentence on the balance that the engine reaches."""
+    if reached is None:
+        return f"How {engine} chooses among an expert's copies is not known, so neither is the balance that it reaches."
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    if reached.balancedness is None:
+        return f"What {engine} reaches by its own choice of copies{where} is not known: pass --loads to see it."
+    return (
+        f"Balancedness under {engine}'s own choice of copies{where} ({reached.dispatch}): {reached.balancedness:.4f}."
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from eplb_cli.dispatch import Rule
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.exports.text import integer, rows_of, section
@@ -27,6 +28,7 @@ class _ExpertMap:
     suffix = ".json"
     refuses_twins = True
     keeps_slot_order = True
+    dispatch: Rule | None = "vllm-ascend"
 
     def encode(self, table: Table) -> bytes:
         """A line a layer."""

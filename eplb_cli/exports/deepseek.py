@@ -10,6 +10,7 @@ import io
 
 import numpy as np
 
+from eplb_cli.dispatch import Rule
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.placement import Placement
@@ -27,6 +28,7 @@ class DeepSeek:
     suffix = None
     refuses_twins = False
     keeps_slot_order = True
+    dispatch: Rule | None = None
 
     def encode(self, table: Table) -> bytes:
         """All three, derived from the rows."""

@@ -14,6 +14,7 @@ import shlex
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.dispatch import Rule
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.placement import Placement
@@ -29,6 +30,7 @@ class OmniInfer:
     suffix = ".npy"
     refuses_twins = True
     keeps_slot_order = False
+    dispatch: Rule | None = None
 
     def encode(self, table: Table) -> bytes:
         """Zeros and ones."""

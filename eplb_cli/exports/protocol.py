@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.dispatch import Rule
 from eplb_cli.placement import Placement
 
 __all__ = ["Decoded", "Engine", "Numbering", "Table"]
@@ -80,6 +81,10 @@ class Engine(Protocol):
     @property
     def keeps_slot_order(self) -> bool:
         """Whether the file tells the order of a rank's slots."""
+
+    @property
+    def dispatch(self) -> Rule | None:
+        """The rule by which it chooses among an expert's copies (docs/dispatch.md); None where that is not known."""
 
     def encode(self, table: Table) -> bytes:
         """The file's content; the same bytes for the same table."""

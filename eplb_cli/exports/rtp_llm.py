@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from eplb_cli.dispatch import Rule
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.exports.text import row_lines, rows_of
@@ -21,6 +22,7 @@ class RtpLlm:
     suffix = None
     refuses_twins = False
     keeps_slot_order = True
+    dispatch: Rule | None = "even"
 
     def encode(self, table: Table) -> bytes:
         """A line a layer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 
+from eplb_cli.dispatch import Rule
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.exports.text import row_lines, rows_of, section
@@ -27,6 +28,7 @@ class Sglang:
     suffix = ".json"
     refuses_twins = False
     keeps_slot_order = True
+    dispatch: Rule | None = "sglang"
 
     def encode(self, table: Table) -> bytes:
         """One key, a line a layer."""

@@ -10,6 +10,7 @@ import json
 
 import numpy as np
 
+from eplb_cli.dispatch import Rule
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.exports.text import integer, parse_yaml, rows_of, section
@@ -28,6 +29,7 @@ class TensorrtLlm:
     suffix = None
     refuses_twins = False
     keeps_slot_order = True
+    dispatch: Rule | None = "tensorrt-llm"
 
     def encode(self, table: Table) -> bytes:
         """A line a layer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 
+from eplb_cli.dispatch import Rule
 from eplb_cli.errors import PlacementError
 from eplb_cli.exports.protocol import Decoded, Numbering, Table
 from eplb_cli.exports.text import integer, row_lines, rows_of, section
@@ -30,6 +31,7 @@ class VllmJsonl:
     suffix = None
     refuses_twins = False
     keeps_slot_order = True
+    dispatch: Rule | None = "hash"
 
     def encode(self, table: Table) -> bytes:
         """One line."""
@@ -77,6 +79,7 @@ class VllmList:
     suffix = None
     refuses_twins = False
     keeps_slot_order = True
+    dispatch: Rule | None = "hash"
 
     def encode(self, table: Table) -> bytes:
         """A line a layer."""

@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.dispatch import Rule, loads_under
+from eplb_cli.dispatch import EVEN_RULES, Rule, loads_under
 from eplb_cli.dispatch.rules import RULES
 from eplb_cli.errors import PlacementError
 from eplb_cli.loads import ExpertLoads, refuse_constant_routing
 from eplb_cli.metrics import balancedness, balancedness_per_layer, max_over_mean
 from eplb_cli.placement import Placement
 
-__all__ = ["Score", "loads_of_layers", "planned_rule", "score"]
+__all__ = ["Reach", "Score", "loads_of_layers", "planned_rule", "reach", "score"]
 
 DIGITS = 9
 """Decimals of recorded figures: more than anybody acts on, fewer than summation order could change."""
+
+
+WORTH_SAYING = 0.02
+"""Balancedness that an engine may lose to the plan's figure without a warning."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,55 @@ def score(placement: Placement, loads: ExpertLoads, dispatch: Rule | None = None
         tokens=int(loads.tokens.sum()),
         warnings=tuple(warnings),
     )
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What an engine makes of a placement by its own choice of copies.
+
+    Args:
+        dispatch, planned: the engine's rule, and the one that the placement was planned for.
+        balancedness: under the engine's rule; None where neither loads nor the placement's record tell.
+        promised: under the rule planned for, of the same windows; None where not known.
+    """
+
+    dispatch: Rule
+    planned: Rule
+    balancedness: float | None
+    promised: float | None
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether the engine stays WORTH_SAYING or more below what the plan says."""
+        if self.balancedness is None or self.promised is None:
+            return False
+        return self.promised - self.balancedness >= WORTH_SAYING
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object in `eplb export --format json`."""
+        return {
+            "dispatch": self.dispatch,
+            "planned_for": self.planned,
+            "balancedness": self.balancedness,
+            "promised": self.promised,
+        }
+
+
+def reach(placement: Placement, dispatch: Rule, loads: ExpertLoads | None = None) -> Reach:
+    """What a placement reaches under a rule, on loads; without them from its own record, as far as that goes.
+
+    Raises:
+        PlacementError, LoadsError: as `score`.
+    """
+    planned = planned_rule(placement)
+    if loads is not None:
+        theirs, own = (score(placement, loads, rule).balancedness for rule in (dispatch, planned))
+        return Reach(dispatch, planned, theirs, own)
+    recorded = placement.provenance.balancedness
+    alike = dispatch == planned or {dispatch, planned} <= set(EVEN_RULES)
+    if not alike and dispatch in EVEN_RULES:
+        return Reach(dispatch, planned, recorded.get("even"), recorded.get("after"))
+    return Reach(dispatch, planned, recorded.get("after") if alike else None, recorded.get("after"))
 
 
 def planned_rule(placement: Placement) -> Rule:
