@@ -61,6 +61,23 @@ def test_the_plan_is_written_and_its_json_has_the_contracts_keys(eplb: Eplb, pro
     assert placement.provenance.profile_sha256 is not None
 
 
+@pytest.mark.parametrize(
+    ("rule", "following"),
+    [
+        ("balanced", "eplb serve MODEL --plan PLAN --dispatch balanced"),
+        ("sglang", "eplb export PLAN --to sglang -o OUT"),
+    ],
+)
+def test_a_plan_for_a_rule_says_so_and_leads_to_who_follows_it(
+    eplb: Eplb, profile: Path, rule: str, following: str
+) -> None:
+    options = ("--ep-size", 4, "--num-redundant-experts", 4, "--effort", "fast", "--dry-run", "--dispatch", rule)
+    out = " ".join(eplb("plan", profile, *options).out.split())
+    assert f"Figures are for copies chosen by the rule {rule}." in out
+    assert f"Next: {following}" in out
+    assert "this plan, copies used evenly" in out
+
+
 def test_two_runs_write_the_same_bytes(eplb: Eplb, profile: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert eplb("plan", profile, "--ep-size", 4, "-o", tmp_path / name).code == 0

@@ -411,6 +411,8 @@ def _table(
         f"{placement.num_redundant_experts} redundant on {placement.ep_size} ranks, "
         f"{placement.slots_per_rank} slots each; {loads.num_windows} windows."
     )
+    if placement.provenance.dispatch is not None:
+        head += f" Figures are for copies chosen by the rule {placement.provenance.dispatch}."
     lines = []
     if result.confidence.interval is not None:
         low, high = result.confidence.interval
@@ -427,10 +429,19 @@ def _table(
     page.extend(Text(line) for line in lines)
     page.append(Text(advice.verdict, style="bold"))
     if advice.worth_it is not False:
-        layout = "stock" if placement.is_stock_form() else "physical"
-        words = ["eplb", "convert", "MODEL", "PLAN" if plan is None else str(plan), "--layout", layout, "-o", "OUT"]
-        page.append(f"Next: {shlex.join(words)}")
+        page.append(f"Next: {shlex.join(_next_step(placement, 'PLAN' if plan is None else str(plan)))}")
     return page
+
+
+def _next_step(placement: Placement, plan: str) -> list[str]:
+    """The command that brings the plan to an engine whose rule it is made for."""
+    rule = placement.provenance.dispatch
+    if rule in (None, "even", "hash"):
+        layout = "stock" if placement.is_stock_form() else "physical"
+        return ["eplb", "convert", "MODEL", plan, "--layout", layout, "-o", "OUT"]
+    if rule == "balanced":
+        return ["eplb", "serve", "MODEL", "--plan", plan, "--dispatch", rule]
+    return ["eplb", "export", plan, "--to", rule, "-o", "OUT"]
 
 
 def _further_tables(result: PlanResult) -> list[RenderableType]:
