@@ -64,6 +64,15 @@ def test_a_nested_config_is_read() -> None:
     assert kv_cache_per_token({"text_config": GROUPED, "torch_dtype": "float32"}) == kv_cache_per_token(GROUPED)
 
 
+def test_a_dtype_beside_the_nested_config_counts_where_that_has_none() -> None:
+    text = {key: value for key, value in GROUPED.items() if key != "torch_dtype"}
+    assert kv_cache_per_token({"text_config": text, "torch_dtype": "float32"}) == KvCache(10 * 2 * 4 * 128 * 4, 10)
+
+
+def test_a_rotary_size_alone_is_no_latent_attention() -> None:
+    assert kv_cache_per_token({**GROUPED, "qk_rope_head_dim": 64}) == kv_cache_per_token(GROUPED)
+
+
 def test_layers_with_a_bounded_cache_are_named_and_not_counted() -> None:
     hybrid = {**GROUPED, "layer_types": ["sliding_attention", "full_attention"] * 5}
     assert kv_cache_per_token(hybrid) == KvCache(5 * 2 * 4 * 128 * 2, 5, 1, "5 layers of bounded cache are not counted")

@@ -94,6 +94,19 @@ def test_physical_slots_need_not_divide_over_routing_groups(tmp_path: Path, eplb
     assert Model.open(tmp_path / "out").shape.num_experts == E
 
 
+@pytest.mark.parametrize("form", ["qwen3_moe-bf16", "deepseek_v4"])
+def test_every_byte_of_the_weights_is_read_once(tmp_path: Path, eplb: Eplb, form: str) -> None:
+    """Tables of expert ids among them, which are mapped in memory."""
+    model = FORMS[form]()
+    source, rows = model.save(tmp_path / "source", shards=1), random_rows(model.moe_layers, 0)
+    plan = save_plan(tmp_path / "plan.json", rows)
+    told = eplb("convert", source, plan, "-o", tmp_path / "out", "--format", "json").json
+    data = sum(len(tensor.data) for tensor in model.expected(rows, "stock").values())
+    assert told["bytes_read"] + told["bytes_cloned"] == data
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert told["bytes_written"] + told["bytes_cloned"] == size
+
+
 def test_draft_heads_are_named_and_unchanged(tmp_path: Path, eplb: Eplb) -> None:
     for form, head in (("qwen3_next", "mtp"), ("deepseek_v3", "model.layers.4"), ("mimo_v2", "model.mtp")):
         model = FORMS[form]()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eplb_cli.checkpoint.convert import prepare
+from eplb_cli.checkpoint.layout import Layout
 from eplb_cli.checkpoint.safetensors_file import read_header
 from eplb_cli.checkpoint.source import Checkpoint, natural_key
 from eplb_cli.errors import CheckpointError
@@ -130,6 +133,13 @@ def test_files_that_are_no_weights_are_named_with_the_cause(case: Case, content:
     text = case.refusal()
     assert case.shards[1] in text
     assert said in text
+
+
+def test_a_page_named_in_the_metadata_makes_no_page_of_the_weights(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    entry = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    file.write_bytes(header_of({"__metadata__": {"card": "<html>"}, "a": entry}, b"1234"))
+    assert read_header(file).metadata == {"card": "<html>"}
 
 
 @pytest.mark.parametrize("cut", [1, 8, 5000])
@@ -266,7 +276,7 @@ def drop(model: Synthetic, *names: str) -> None:
         (lambda m: drop(m, "model.layers.2.mlp.experts.3.up_proj.weight"), "expert 3: the expert lacks up_proj"),
         (lambda m: drop(m, "model.layers.1.mlp.gate.weight"), "layer 1: no router"),
         (lambda m: drop(m, *[n for n in m.items if "layers.1.mlp.experts" in n]), "the files hold no experts"),
-        (lambda m: m.expert(1, "model.layers.1.mlp.experts.{}.up_proj.weight", 8, (32, 32)), "expert 8"),
+        (lambda m: m.expert(1, "model.layers.1.mlp.experts.{}.up_proj.weight", 8, (32, 32)), "such an expert"),
         (lambda m: m.copy("model.layers.1.mlp.gate.bias", (E,)), "belongs to the router"),
         (lambda m: m.copy("model.layers.1.mlp.mystery.weight", (E, 4)), "covered by no rule"),
         (lambda m: m.copy("model.layers.1.mlp.experts.scales", (E, 4)), "is no expert's and no fused tensor's"),
@@ -619,6 +629,30 @@ def test_dry_run_writes_nothing_and_tells_what_it_would(case: Case, eplb: Eplb, 
     assert told["estimate"]["bytes_free"] > told["estimate"]["bytes_needed"] > 0
 
 
+@pytest.mark.parametrize("how", ["copied", "linked", "cloned"])
+def test_an_estimate_counts_as_shared_what_the_run_would_share(case: Case, how: str) -> None:
+    plan = save_plan(case.folder / "same.json", {1: [*range(E)], 2: [*range(E)]})
+    given = prepare(str(case.source), plan, case.folder / "out", Layout.stock, link=how == "linked")
+    told = replace(given, clone=how == "cloned").estimate()
+    sizes = [(case.source / name).stat().st_size for name in case.shards]
+    headers = [int.from_bytes((case.source / name).read_bytes()[:8], "little") + 8 for name in case.shards]
+    blocks = [(size - -header % 4096 - header) // 4096 * 4096 for size, header in zip(sizes, headers, strict=True)]
+    assert all(blocks)
+    assert told.bytes_cloned == {"copied": 0, "linked": sum(sizes), "cloned": sum(blocks)}[how]
+    assert told.bytes_needed == told.bytes_total - told.bytes_cloned
+
+
+def test_what_an_earlier_run_left_needs_no_room_again(case: Case) -> None:
+    given = replace(prepare(str(case.source), case.plan(), case.folder / "out", Layout.stock), clone=False)
+    before = given.estimate().bytes_needed
+    left = case.folder / "out.partial" / "checkpoint" / case.shards[0]
+    left.parent.mkdir(parents=True)
+    with left.open("wb") as stream:
+        stream.write(b"x" * 8192)
+        os.fsync(stream.fileno())
+    assert given.estimate().bytes_needed == before - left.stat().st_blocks * 512 < before
+
+
 def test_rank_local_files_hold_their_own_ranks_only(case: Case, eplb: Eplb) -> None:
     plan = case.plan(4)
     eplb("convert", case.source, plan, "-o", case.folder / "out", "--layout", "physical", "--format", "quiet")
@@ -675,6 +709,16 @@ def test_a_table_of_ids_with_a_value_that_is_no_expert_is_refused(tmp_path: Path
     case.model.items["layers.0.ffn.gate.tid2eid"] = type(item)(tensor, "ids", 0)
     case.save()
     assert f"a table of expert ids holds {E}" in case.refusal()
+
+
+def test_an_empty_table_of_ids_converts(tmp_path: Path, eplb: Eplb) -> None:
+    model = FORMS["deepseek_v4"]()
+    model.ids(0, "layers.0.ffn.gate.tid2eid", vocabulary=0)
+    rows = random_rows(model.moe_layers, 0)
+    plan = save_plan(tmp_path / "plan.json", rows)
+    run = eplb("convert", model.save(tmp_path / "source"), plan, "-o", tmp_path / "out", "--format", "quiet")
+    assert run.code == 0, run.err
+    assert read_checkpoint(tmp_path / "out") == model.expected(rows, "stock")
 
 
 def test_shards_are_ordered_by_number() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from eplb_cli.checkpoint import copying
 from tests.checkpoints import (
     Synthetic,
     Tensor,
@@ -857,8 +858,10 @@ def test_links_across_file_systems_become_copies(tmp_path: Path, eplb: Eplb) -> 
 @pytest.mark.parametrize("make", [("mkfs.xfs", "-q"), ("mkfs.btrfs", "-q")], ids=["xfs", "btrfs"])
 @pytest.mark.parametrize("layout", ["stock", "physical"])
 def test_blocks_are_shared_where_the_file_system_can(
-    tmp_path: Path, eplb: Eplb, make: tuple[str, ...], layout: str
+    tmp_path: Path, eplb: Eplb, monkeypatch: pytest.MonkeyPatch, make: tuple[str, ...], layout: str
 ) -> None:
+    """In several calls, as a range of more than a GiB takes."""
+    monkeypatch.setattr(copying, "_CLONE_AT_MOST", 5 << 20)
     with mounted(tmp_path, *make, megabytes=400) as mount:
         model = big_qwen3(megabytes=32)
         source = model.save(mount / "source")

@@ -127,7 +127,8 @@ def test_either_key_of_the_expert_count_is_read_and_both_must_agree(tmp_path: Pa
 
 
 def test_a_moe_layers_list_that_disagrees_with_the_step_is_refused(tmp_path: Path) -> None:
-    assert moe_layers(tmp_path, LLAMA4 | {"interleave_moe_layer_step": 2, "moe_layers": [1, 3, 5]}) == (1, 3, 5)
+    for listed in ([1, 3, 5], [5, 1, 3]):
+        assert moe_layers(tmp_path, LLAMA4 | {"interleave_moe_layer_step": 2, "moe_layers": listed}) == (1, 3, 5)
     text = refusal(tmp_path, **LLAMA4, interleave_moe_layer_step=2, moe_layers=[1, 3])
     assert "[1, 3]" in text
     assert "[1, 3, 5]" in text

@@ -203,7 +203,7 @@ def test_a_value_of_another_kind_is_named(
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_experts_per_token"])
-@pytest.mark.parametrize("value", ["8", [8], float("inf"), -8])
+@pytest.mark.parametrize("value", ["8", [8], float("inf"), -8, 2**17])
 def test_tensorrt_llm_sizes_are_numbers(tmp_path: Path, key: str, value: object) -> None:
     meta = {"num_experts": 8, "num_experts_per_token": 2} | {key: value}
     (tmp_path / "meta_info.json").write_text(json.dumps(meta))

@@ -270,6 +270,13 @@ class TestSglangResponses:
         with pytest.raises(TraceError, match="has 336 bytes; 4 hidden layers x top-k 2 make 32 bytes a token"):
             read(tmp_path / "a.json")
 
+    def test_signs_that_are_not_of_base64_are_refused(self, tmp_path: Path) -> None:
+        record = self.record(self.ids(14))
+        record["meta_info"]["routed_experts"] = "#" + record["meta_info"]["routed_experts"]
+        (tmp_path / "a.json").write_text(json.dumps(record))
+        with pytest.raises(TraceError, match="routed_experts is not base64"):
+            read(tmp_path / "a.json")
+
     def test_the_old_placeholder_of_prefill_is_named(self, tmp_path: Path) -> None:
         ids = self.ids(14)
         ids[:5] = 255
@@ -435,6 +442,16 @@ class TestVllmLoadStats:
         found = read(tmp_path / "s.jsonl")
         assert (found.num_windows, found.dropped) == (1, {"other_records": 1})
         assert any("the last line (3) is cut" in warning for warning in found.warnings)
+
+    @pytest.mark.parametrize("kind", ["meta", "stats"])
+    def test_a_newer_version_is_refused(self, tmp_path: Path, kind: str) -> None:
+        lines = [self.META, self.record(10, poisson(3, 10))]
+        row = ["meta", "stats"].index(kind)
+        lines[row] = lines[row].replace('"version": 1', '"version": 2')
+        (tmp_path / "s.jsonl").write_text("\n".join(lines))
+        with pytest.raises(TraceError, match=f"eplb_load_{kind} has version 2; version 1 is known") as caught:
+            read(tmp_path / "s.jsonl")
+        assert caught.value.row == row + 1
 
     def test_two_recordings_in_one_file_are_refused(self, tmp_path: Path) -> None:
         line = self.record(10, poisson(3, 10))
@@ -674,6 +691,12 @@ class TestMindie:
         assert (read(tmp_path, options=ReadOptions()).counts == counts).all()
         assert all("_bak" not in source.name for source in loads.sources)
         assert (read(*backwards(tmp_path)).counts == counts).all()
+
+    def test_separators_and_spaces_at_the_ends_of_a_row_are_no_cells(self, tmp_path: Path) -> None:
+        counts = self.write(tmp_path)
+        for file in (tmp_path / "decode").glob("decode_?.csv"):
+            file.write_text("".join(f" {row}, \n" for row in file.read_text().splitlines()))
+        assert (read(tmp_path).counts == counts).all()
 
     def test_both_stages_count(self, tmp_path: Path) -> None:
         counts = self.write(tmp_path, blocks=3)

@@ -43,6 +43,13 @@ def test_rows_keep_their_place_in_a_buffer_whose_start_is_empty(tmp_path: Path) 
     assert (loads.window_ids.tolist(), loads.dropped) == ([2, 3, 7], {"unfilled_buffer_rows": 6})
 
 
+@pytest.mark.parametrize("counts", [torch.ones(8), torch.ones(2, 2, 4, 8), [[1, 2]]], ids=["row", "four axes", "list"])
+def test_counts_of_other_axes_are_refused(tmp_path: Path, counts: object) -> None:
+    torch.save({"logical_count": counts}, tmp_path / "a.pt")
+    with pytest.raises(TraceError, match="`logical_count` is not a tensor of two or three axes"):
+        read_traces([tmp_path / "a.pt"], ReadOptions(MODEL))
+
+
 def test_without_a_model_the_rows_of_zeros_stay_and_are_named(tmp_path: Path) -> None:
     dump(tmp_path / "a.pt")
     loads = read_traces([tmp_path / "a.pt"], ReadOptions()).loads

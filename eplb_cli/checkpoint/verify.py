@@ -413,9 +413,8 @@ def _read(descriptor: int, path: Path, view: memoryview, offset: int) -> None:
 
 
 def _same_ids(source: Checkpoint, output: Checkpoint, name: str, new_ids: Sequence[int]) -> bool:
-    entry = source.tensors[name]
-    width = entry.nbytes // max(1, int(np.prod(entry.shape)))
-    before, after = (np.frombuffer(_tensor_bytes(checkpoint, name), f"<i{width}") for checkpoint in (source, output))
+    kind = source.tensors[name].numpy_dtype
+    before, after = (np.frombuffer(_tensor_bytes(checkpoint, name), kind) for checkpoint in (source, output))
     if before.size and not 0 <= int(before.min()) <= int(before.max()) < len(new_ids):
         return False
     return bool((np.array(new_ids)[before] == after).all())
