@@ -180,7 +180,7 @@ def test_the_tokens_of_a_batch_are_split_exactly_as_the_rule_says(
     assert (row[0, slots] == ids).all()
 
 
-def test_an_expert_opens_no_more_copies_than_a_warp_compares() -> None:
+def test_an_expert_opens_eight_copies_at_most() -> None:
     row = np.zeros((1, 40), int)
     quota = choose_copies(np.array([[4000]]), Copies.of(row, 1, 40), 0, whole_step=True)
-    assert quota[0, 0].tolist() == [125] * 32 + [0] * 8
+    assert quota[0, 0].tolist() == [500] * 8 + [0] * 32

@@ -156,6 +156,7 @@ OURS = {
     "settings", "target", "placement", "plan", "stage", "rows", "live", "request", "window", "started", "wanted",
     "found", "ranks", "error", "problem", "known", "failure", "spec", "recorder", "right", "proof", "move",
     "rebalancing", "inspection", "loading", "warm_start", "_recorder", "stream", "partial", "file", "folder", "cls",
+    "agreement", "each", "mapping", "random", "rule",
 }  # fmt: skip
 """Variables that hold objects of eplb or of Python's library."""
 
@@ -223,6 +224,7 @@ OTHERS = {
     "add_api_route", "headers", "add_metric", "register",  # FastAPI and Prometheus
     "eplb_plan", "eplb_placement", "has_eplb_gauges", "profiling", "was_asked", "rebalances",  # what the plugin adds
     "for_layers", "layer_ids", "physical_to_logical", "plan", "max_moves", "min_gain", "status_dir",  # its own data
+    "dispatch", "module", "rebalance",  # its own data, and the planner's
 }  # fmt: skip
 
 

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_cli.dispatch import serving_slots
+from eplb_cli.errors import ServeError
 from eplb_cli.vllm_plugin import balanced_torch
 from eplb_cli.vllm_plugin.balanced_torch import Layer, Rule
+from eplb_cli.vllm_plugin.dispatching import Agreement, is_due
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,38 @@ def test_torch_compiles_it_whole() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     assert compiled(ids, real).tolist() == EXAMPLE.expected().tolist()
+
+
+def agreement(*, shared: bool, served: list[list[int]], digests: list[int]) -> Agreement:
+    """One rank's numbers of two layers on two ranks of two slots."""
+    tokens, sums = torch.tensor(served), torch.tensor(digests)[:, None]
+    return Agreement([3, 5], [], tokens, sums, shared, False, 2)
+
+
+def test_ranks_of_one_batch_that_chose_alike_have_its_loads() -> None:
+    mine = agreement(shared=True, served=[[1, 2, 3, 4], [0, 0, 5, 5]], digests=[7, 8])
+    numbers = mine.own(is_dummy=False)
+    assert mine.loads([numbers, numbers]).tolist() == [[3, 7], [0, 10]]
+
+
+def test_ranks_of_one_batch_that_chose_differently_are_named() -> None:
+    mine = agreement(shared=True, served=[[1, 2, 3, 4], [0, 0, 5, 5]], digests=[7, 8])
+    other = agreement(shared=True, served=[[1, 2, 3, 4], [0, 0, 5, 5]], digests=[7, 9])
+    with pytest.raises(ServeError, match="ranks 0 and 1 have sent tokens to different copies") as caught:
+        mine.loads([mine.own(is_dummy=False), other.own(is_dummy=False)])
+    assert (caught.value.layer, caught.value.rank) == (5, 1)
+
+
+def test_batches_of_their_own_may_differ_and_are_added_up() -> None:
+    mine = agreement(shared=False, served=[[1, 2, 3, 4], [0, 0, 5, 5]], digests=[7, 8])
+    other = agreement(shared=False, served=[[1, 0, 0, 0], [0, 1, 0, 0]], digests=[1, 2])
+    idle = agreement(shared=False, served=[[9, 9, 9, 9], [9, 9, 9, 9]], digests=[1, 2])
+    everyone = [mine.own(is_dummy=False), other.own(is_dummy=False), idle.own(is_dummy=True)]
+    assert mine.loads(everyone).tolist() == [[4, 7], [1, 10]]
+
+
+def test_the_first_steps_are_compared_and_then_every_hundredth() -> None:
+    assert [step for step in range(1, 301) if is_due(step)] == [*range(1, 11), 100, 200, 300]
 
 
 def test_triton_chooses_as_torch() -> None:

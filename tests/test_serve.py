@@ -15,7 +15,7 @@ import pytest
 
 from eplb_cli.errors import PlacementError, UsageError
 from eplb_cli.metrics import initial_map
-from eplb_cli.placement import Placement
+from eplb_cli.placement import Placement, Provenance
 from eplb_cli.serve import prepare
 from eplb_cli.serve.arguments import read_arguments
 from eplb_cli.vllm_plugin.settings import Settings
@@ -25,10 +25,17 @@ Eplb = Callable[..., Run]
 
 
 def plan_of(
-    path: Path, *, redundant: int = 4, ep_size: int = 2, nodes: int = 1, layers: tuple[int, ...] = (1, 2, 3, 4)
+    path: Path,
+    *,
+    redundant: int = 4,
+    ep_size: int = 2,
+    nodes: int = 1,
+    layers: tuple[int, ...] = (1, 2, 3, 4),
+    provenance: Provenance | None = None,
 ) -> Path:
     row = initial_map(16, redundant)[::-1]
-    Placement(np.tile(row, (len(layers), 1)), np.array(layers, np.int32), 16, ep_size, nodes).save(path)
+    rows, numbers = np.tile(row, (len(layers), 1)), np.array(layers, np.int32)
+    Placement(rows, numbers, 16, ep_size, nodes, provenance or Provenance()).save(path)
     return path
 
 
@@ -107,6 +114,7 @@ REFUSED = {
     "round robin": (["-tp", "2", "--expert-placement-strategy", "round_robin"], "the plan says where experts are"),
     "another loader": (["-tp", "2", "--load-format", "sharded_state"], "--load-format sharded_state"),
     "weight transfer": (["-tp", "2", "--weight-transfer-config", "{}"], "weights cannot be replaced under a plan"),
+    "a price that nobody weighs": (["-tp", "2", "--copy-cost-tokens", "9"], "a price that --dispatch balanced weighs"),
     "broken JSON": (["-tp", "2", "--eplb-config", "{"], "--eplb-config is not JSON"),
     "no number": (["-tp", "two"], "invalid int value: 'two'"),
 }
@@ -211,6 +219,36 @@ def test_a_dry_run_prints_a_command_to_paste(eplb: Eplb, tiny_qwen3_moe: Path, p
         "use_async": False,
         "window_size": 1,
     }
+
+
+def test_a_dry_run_shows_the_rule_that_chooses_copies(eplb: Eplb, tiny_qwen3_moe: Path, plan: Path) -> None:
+    serve = ("serve", tiny_qwen3_moe, "--plan", plan, "--dry-run", "--format", "json", "-tp", "2")
+    run = eplb(*serve, "--dispatch", "balanced", "--copy-cost-tokens", "90")
+    assert run.json["dispatch"] == "balanced"
+    assert run.json["environment"]["EPLB_DISPATCH"] == "balanced"
+    assert run.json["environment"]["EPLB_COPY_COST_TOKENS"] == "90"
+    assert any("chosen by each step's load" in note for note in run.json["notes"])
+    default = eplb(*serve)
+    assert default.json["dispatch"] == "hash"
+    assert "EPLB_DISPATCH" not in default.json["environment"]
+    assert any("chosen by vLLM's hash" in note for note in default.json["notes"])
+
+
+def test_a_plan_for_another_rule_is_served_with_a_warning(eplb: Eplb, tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    made_for = Provenance(dispatch="balanced", balancedness={"after": 0.9876, "even": 0.7654})
+    plan = plan_of(tmp_path / "plan.json", provenance=made_for)
+    serve = ("serve", tiny_qwen3_moe, "--plan", plan, "--dry-run", "--format", "json", "-tp", "2")
+    warned = [line for line in eplb(*serve).json["warnings"] if "--dispatch balanced" in line]
+    assert len(warned) == 1
+    assert "0.9876" in warned[0]
+    assert "0.7654 when copies share evenly" in warned[0]
+    assert not [line for line in eplb(*serve, "--dispatch", "balanced").json["warnings"] if "made for" in line]
+
+
+def test_a_plan_without_copies_leaves_nothing_to_choose(eplb: Eplb, tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "plan.json", redundant=0)
+    run = eplb("serve", tiny_qwen3_moe, "--plan", plan, "--dry-run", "-tp", "2", "--dispatch", "balanced")
+    assert (run.code, "--dispatch balanced without copies in the plan" in run.err) == (2, True)
 
 
 @pytest.mark.usefixtures("needs_vllm")

@@ -11,11 +11,13 @@ import pytest
 
 from eplb_cli.vllm_plugin import inspection
 from eplb_cli.vllm_plugin.inspection import EndpointPlugin
+from eplb_cli.vllm_plugin.status import write_record
 
 pytestmark = pytest.mark.usefixtures("needs_vllm")  # whose web framework it runs in
 
 RANK = {
     "pp_rank": 0, "ep_rank": 1, "live_sha256": "a5", "plan_sha256": "a5", "policy": "static", "as_planned": True,
+    "dispatch": "balanced",
     "host": "node-7", "plan": "/home/me/plan.json", "physical_to_logical": [[1, 0]],
 }  # fmt: skip
 
@@ -72,7 +74,25 @@ def test_without_a_key_neither_hosts_nor_files_are_named() -> None:
         "consistent": True,
         "as_planned": True,
         "last_rebalance": None,
+        "step_balancedness": None,
     }
+
+
+def test_the_balancedness_of_the_last_steps_is_in_the_answer(tmp_path: Path) -> None:
+    write_record(tmp_path, "dispatch", {"steps": 100, "balancedness": 0.875})
+    assert client_of(Ranks(), None).get("/eplb/placement").json()["step_balancedness"] == 0.875
+
+
+def test_the_metrics_name_the_rule_and_the_balancedness_of_steps_under_it(tmp_path: Path) -> None:
+    write_record(tmp_path, "stage0-rank0", {"slots_verified": 5, "dispatch": "balanced"})
+    write_record(tmp_path, "stage0-rank1", {"slots_verified": 5, "dispatch": "balanced"})
+    write_record(tmp_path, "dispatch", {"steps": 100, "balancedness": 0.875})
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(inspection._Gauges(tmp_path))
+    assert registry.get_sample_value("eplb:dispatch", {"rule": "balanced"}) == 1
+    assert registry.get_sample_value("eplb:step_balancedness") == 0.875
 
 
 def test_the_ranks_are_asked_once_however_many_want_to_know(monkeypatch: pytest.MonkeyPatch) -> None:

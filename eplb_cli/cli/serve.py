@@ -25,6 +25,7 @@ EXAMPLES = (
     "eplb serve Qwen/Qwen3-30B-A3B --plan plan.json --static -tp 4",
     "eplb serve ./model --plan plan.json -tp 2 -dp 4 -- --max-model-len 32768",
     "eplb serve ./model --plan plan.json -tp 8 --smoke prompts.txt",
+    "eplb serve ./model --plan plan.json -tp 8 --dispatch balanced --copy-cost-tokens 90",
     "eplb serve ./model --record traces -tp 4 --enable-expert-parallel",
 )
 
@@ -32,6 +33,13 @@ CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 SMOKE_TOKENS = 32
 """Tokens per prompt of the smoke comparison."""
+
+
+class Dispatch(StrEnum):
+    """Which copy of an expert serves a token."""
+
+    hash = "hash"
+    balanced = "balanced"
 
 
 class RuntimePolicy(StrEnum):
@@ -65,6 +73,21 @@ def serve(
     min_gain: Annotated[
         float, typer.Option("--min-gain", help="Gain in balancedness under which the eplb policy changes nothing.")
     ] = 0.02,
+    dispatch: Annotated[
+        Dispatch,
+        typer.Option(
+            metavar="hash|balanced",
+            help="Which copy of an expert serves a token. hash: vLLM's own choice; balanced: by the step's load.",
+        ),
+    ] = Dispatch.hash,
+    copy_cost_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Tokens that take as long as reading one more expert's weights; balanced weighs it. Default: 0.",
+            metavar="X",
+        ),
+    ] = None,
     record: Annotated[
         Path | None, typer.Option("--record", help="Write expert loads per window to this folder.", metavar="DIR")
     ] = None,
@@ -97,6 +120,8 @@ def serve(
         raise UsageError("--static and --runtime-policy", rule="a static plan is never rebalanced")
     if runtime_policy is not RuntimePolicy.eplb and max_moves is not None:
         raise UsageError("--max-moves", rule="it bounds --runtime-policy eplb")
+    if dispatch is Dispatch.hash and copy_cost_tokens is not None:
+        raise UsageError("--copy-cost-tokens", rule="it is a price that --dispatch balanced weighs")
     if reference is not None and smoke is None:
         raise UsageError("--reference without --smoke")
     # A missing or empty file stops here, before anything takes time.
@@ -110,6 +135,8 @@ def serve(
         record_steps=record_steps,
         max_moves=max_moves,
         min_gain=min_gain,
+        dispatch=dispatch.value,
+        copy_cost_tokens=copy_cost_tokens or 0,
         dry_run=dry_run,
     )
     for warning in launch.warnings:

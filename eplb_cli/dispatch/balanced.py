@@ -23,8 +23,8 @@ LADDER = (4.0, 2.0, 1.0, 0.5, 0.0)
 """Tokens per open copy, in prices, that are tried in turn after "primaries only"; 0 opens every copy."""
 SHARE_WORTH = 3
 """Prices that each copy must be worth where the step's other batches are not seen."""
-MOST_OPEN = 32
-"""Copies of an expert that may serve a step: as many as a GPU compares with each other in one warp."""
+MOST_OPEN = 8
+"""Copies of an expert that may serve a step: comparing each with each is then two comparisons for a GPU's thread."""
 PRIMARIES = -1
 """In place of a worth: no copy but the primary opens."""
 

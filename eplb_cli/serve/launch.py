@@ -28,7 +28,7 @@ from eplb_cli.serve.checks import (
     wants_eplb,
 )
 from eplb_cli.serve.installed import SAFE_PATH, ask, is_installed, plugin_names, vllm_command
-from eplb_cli.vllm_plugin.settings import Layout, Policy, Settings
+from eplb_cli.vllm_plugin.settings import Dispatch, Layout, Policy, Settings
 
 __all__ = ["Launch", "prepare", "without_plan"]
 
@@ -79,6 +79,7 @@ class Launch:
             "ep_size": self.ep_size,
             "num_redundant_experts": self.num_redundant_experts,
             "policy": self.settings.policy if self.settings else None,
+            "dispatch": self.settings.dispatch if self.proven_by_plugin and self.settings else None,
             "notes": list(self.notes),
             "warnings": list(self.warnings),
         }
@@ -94,6 +95,8 @@ def prepare(
     record_steps: int = Settings.record_steps,
     max_moves: int | None = None,
     min_gain: float = Settings.min_gain,
+    dispatch: Dispatch = Settings.dispatch,
+    copy_cost_tokens: int = Settings.copy_cost_tokens,
     dry_run: bool = False,
 ) -> Launch:
     """Check everything that can be checked before vLLM starts, and derive its flags from the plan.
@@ -105,6 +108,7 @@ def prepare(
         policy: who rearranges at run time; None leaves it to vLLM's policy where EPLB runs at all.
         record: a folder to record expert loads to.
         max_moves, min_gain: bounds of the "eplb" policy, see `Settings`.
+        dispatch, copy_cost_tokens: which copy of an expert serves a token, see `Settings`.
         dry_run: allow that no vLLM is installed here.
 
     Raises:
@@ -119,7 +123,11 @@ def prepare(
         raise UsageError("there is neither a plan nor anything to record", rule="give --plan PLAN or --record DIR")
     if placement is None and policy is not None:
         raise UsageError("a run-time policy without a plan", rule="--static and --runtime-policy need --plan")
+    if dispatch == "balanced" and (placement is None or not placement.num_redundant_experts):
+        what = "a plan" if placement is None else "copies in the plan"
+        raise UsageError(f"--dispatch balanced without {what}", rule="it chooses among the copies of an expert")
     flags: list[str] = []
+    warnings: tuple[str, ...] = ()
     eplb_config = dict(given.eplb_config)
     use_eplb = bool(given.enable_eplb)
     notes: list[str] = []
@@ -139,7 +147,13 @@ def prepare(
             eplb_config |= {"num_redundant_experts": placement.num_redundant_experts}
             eplb_config |= static_config(eplb_config) if policy == "static" else {}
         notes += [*_memory_notes(opened, placement, layout), _mode_note(policy, use_eplb)]
-    settings = _settings(plan if use_eplb else None, layout, policy, max_moves, min_gain, record, record_steps)
+        if use_eplb and placement.num_redundant_experts:
+            notes.append(_dispatch_note(dispatch))
+            warnings = _dispatch_warnings(dispatch, placement)
+    settings = None
+    if plan is not None and use_eplb:
+        settings = Settings(plan.resolve(), layout, policy or "vllm", max_moves, min_gain, dispatch, copy_cost_tokens)
+    settings = _with_recording(settings, record, record_steps)
     tail = ["--eplb-config", json.dumps(eplb_config, sort_keys=True)] if eplb_config else []
     launch = Launch(
         command=(*vllm_command(), "serve", model, *given.rest, *flags, *tail),
@@ -152,6 +166,7 @@ def prepare(
         num_redundant_experts=0 if placement is None else placement.num_redundant_experts,
         arguments=given,
         notes=(*notes, *_node_notes(given, settings)),
+        warnings=warnings,
     )
     if is_installed():
         _ask_vllm(launch, opened)
@@ -160,7 +175,8 @@ def prepare(
         raise ServeError(
             "vLLM is not installed in this Python environment", hint="pip install 'eplb[vllm]', beside vLLM"
         )
-    return replace(launch, warnings=("vLLM is not installed here: the command was not checked against it.",))
+    unchecked = "vLLM is not installed here: the command was not checked against it."
+    return replace(launch, warnings=(*launch.warnings, unchecked))
 
 
 def without_plan(launch: Launch, model: str) -> Launch:
@@ -212,21 +228,10 @@ def _what_to_serve(model: str, plan: Path | None) -> tuple[Model | None, Layout,
     return opened, opened.placement["layout"], own, folder / PLAN_FILE
 
 
-def _settings(
-    plan: Path | None,
-    layout: Layout,
-    policy: Policy | None,
-    max_moves: int | None,
-    min_gain: float,
-    record: Path | None,
-    record_steps: int,
-) -> Settings | None:
-    """What the plugin is asked to do; None when vLLM needs none of it."""
-    settings = None
-    if plan is not None:
-        settings = Settings(plan.resolve(), layout, policy or "vllm", max_moves, min_gain)
+def _with_recording(settings: Settings | None, record: Path | None, record_steps: int) -> Settings | None:
+    """What the plugin is asked to do, with a recording; None when vLLM needs none of it."""
     if record is not None:
-        settings = replace(
+        return replace(
             settings or Settings(),
             record_dir=record.resolve(),
             record_run=f"run-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}",
@@ -265,6 +270,27 @@ def _mode_note(policy: Policy | None, use_eplb: bool) -> str:
         "vLLM's own policy rebalances a full interval after the start and does not keep the plan. Pass --static to "
         "keep it, or --runtime-policy eplb to adapt it in small steps."
     )
+
+
+def _dispatch_note(dispatch: Dispatch) -> str:
+    if dispatch == "hash":
+        return "Copies are chosen by vLLM's hash: an even split on average."
+    return (
+        "Copies are chosen by each step's load. No GPU has run this yet: every rank tries it on a batch before it "
+        "serves, and the server stops when ranks choose differently."
+    )
+
+
+def _dispatch_warnings(dispatch: Dispatch, placement: Placement) -> tuple[str, ...]:
+    """A plan is only as good as its figure under the rule that it is served by."""
+    planned, figures = placement.provenance.dispatch, placement.provenance.balancedness
+    if dispatch != "hash" or planned != "balanced":
+        return ()
+    even = figures.get("even")
+    known = "" if even is None else f", {even:.4f} when copies share evenly, as they do under vLLM's hash"
+    after = figures.get("after")
+    promised = "" if after is None else f": balancedness {after:.4f} under that rule{known}"
+    return (f"The plan is made for --dispatch balanced{promised}. Serve it so, or plan without --dispatch.",)
 
 
 def _on_ray(given: EngineArguments) -> bool:

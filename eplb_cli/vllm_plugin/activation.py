@@ -48,6 +48,8 @@ def activate() -> None:
 def _tasks(settings: Settings) -> Iterator[Task]:
     if settings.plan is not None:
         yield from ("plan", "llama4", "endpoint", "metrics")
+        if settings.dispatch == "balanced":
+            yield "dispatch"
         if settings.layout == "physical":
             yield "physical"
     if settings.record_dir is not None:

@@ -101,12 +101,14 @@ class EndpointPlugin:
         ranks = [rank for rank in ranks if rank]
         folder = os.environ.get("EPLB_STATUS_DIR")
         rebalances = list(read_records(Path(folder), "rebalances")) if folder else []
+        steps = list(read_records(Path(folder), "dispatch")) if folder else []
         return {
             "ranks": ranks if self._keys else [_anonymous(rank) for rank in ranks],
             "consistent": len({(rank["pp_rank"], rank["live_sha256"]) for rank in ranks})
             == len({rank["pp_rank"] for rank in ranks}),
             "as_planned": bool(ranks) and all(rank["as_planned"] for rank in ranks),
             "last_rebalance": rebalances[0] if rebalances else None,
+            "step_balancedness": steps[0]["balancedness"] if steps else None,
         }
 
 
@@ -115,7 +117,7 @@ def _anonymous(rank: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in rank.items()
-        if not isinstance(value, str) or name in ("plan_sha256", "live_sha256", "policy")
+        if not isinstance(value, str) or name in ("plan_sha256", "live_sha256", "policy", "dispatch")
     }
 
 
@@ -153,8 +155,20 @@ class _Gauges:
         """One metric family after another."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        slots = sum(record.get("slots_verified", 0) for record in read_records(self._folder, "stage"))
+        stages = list(read_records(self._folder, "stage"))
+        slots = sum(record.get("slots_verified", 0) for record in stages)
         yield GaugeMetricFamily("eplb:slots_verified", "Expert slots proven to hold the plan's experts.", value=slots)
+        rule = GaugeMetricFamily("eplb:dispatch", "The rule that chooses among an expert's copies.", labels=["rule"])
+        for name in {record["dispatch"] for record in stages if "dispatch" in record}:
+            rule.add_metric([name], 1)
+        yield rule
+        steps = next(read_records(self._folder, "dispatch"), None)
+        if steps is not None and steps["balancedness"] is not None:
+            yield GaugeMetricFamily(
+                "eplb:step_balancedness",
+                "Mean over max rank load of the last steps that were looked at, summed over layers.",
+                value=steps["balancedness"],
+            )
         last = next(read_records(self._folder, "rebalances"), None)
         rebalances = last["rebalances"] if last else 0
         yield CounterMetricFamily("eplb:rebalances", "Run-time rebalances since start.", value=rebalances)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from eplb_cli.dispatch import Rule, loads_under
 from eplb_cli.errors import ServeError
-from eplb_cli.metrics import balancedness, rank_loads
+from eplb_cli.metrics import balancedness
 from eplb_cli.placement import Placement
 from eplb_cli.planner.rebalancing import Rebalancer
 from eplb_cli.vllm_plugin.settings import Settings
@@ -107,9 +108,17 @@ class WatchedPolicy:
     def _rebalancer(self, shape: tuple[int, ...]) -> Rebalancer:
         if shape not in self._rebalancers:
             self._rebalancers[shape] = Rebalancer(
-                self._ep_size, shape == self._planned, self._settings.max_moves, self._settings.min_gain
+                self._ep_size,
+                shape == self._planned,
+                self._settings.max_moves,
+                self._settings.min_gain,
+                self._rule(shape),
             )
         return self._rebalancers[shape]
+
+    def _rule(self, shape: tuple[int, ...]) -> Rule:
+        """The rule that chooses copies under a map of this shape; drafters keep vLLM's, an even split on average."""
+        return "balanced" if self._settings.dispatch == "balanced" and shape == self._planned else "even"
 
     def _answer(self, new: npt.NDArray[np.int32], old: Tensor) -> Any:
         """`new` in the form in which this vLLM's policies answer."""
@@ -130,7 +139,8 @@ class WatchedPolicy:
         self.rebalances += 1
         if self._ep_rank != 0:
             return
-        before, after = (balancedness(rank_loads(rows, loads[None], self._ep_size)) for rows in (old, new))
+        rule = self._rule(old.shape)
+        before, after = (balancedness(loads_under(rule, rows, loads[None], self._ep_size)) for rows in (old, new))
         moved_bytes = moved * self._slot_bytes(old)
         logger.info(
             "eplb: rebalance %d: %d of %d slots change (%.1f MB), balancedness of the window "

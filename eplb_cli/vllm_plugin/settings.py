@@ -9,13 +9,16 @@ from typing import Literal, get_args
 
 from eplb_cli.errors import ServeError
 
-__all__ = ["VARIABLES", "Layout", "Policy", "Settings"]
+__all__ = ["VARIABLES", "Dispatch", "Layout", "Policy", "Settings"]
 
 Layout = Literal["source", "stock", "physical"]
 """How the served checkpoint numbers its experts: as the plan does, relabelled, or by slot."""
 
 Policy = Literal["vllm", "eplb", "static"]
 """Who rearranges experts at run time: vLLM's policy, eplb's planner, or nobody."""
+
+Dispatch = Literal["hash", "balanced"]
+"""Which copy of an expert serves a token: by vLLM's hash, or by the step's load (docs/dispatch.md)."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Settings:
         policy: who rearranges at run time.
         max_moves: slots that the "eplb" policy changes per rebalance at most; None for a twentieth of all slots.
         min_gain: the predicted gain in balancedness under which the "eplb" policy changes nothing.
+        dispatch: which copy of an expert serves a token.
+        copy_cost_tokens: what a slot that serves any token costs a step, in tokens; "balanced" weighs it.
         status_dir: where every rank writes its status record, or None.
         record_dir: where expert loads are recorded, or None.
         record_run: a name that all files of one recording share.
@@ -40,6 +45,8 @@ class Settings:
     policy: Policy = "vllm"
     max_moves: int | None = None
     min_gain: float = 0.02
+    dispatch: Dispatch = "hash"
+    copy_cost_tokens: int = 0
     status_dir: Path | None = None
     record_dir: Path | None = None
     record_run: str = "run"
@@ -79,9 +86,11 @@ class Settings:
             return int(value)
 
         layout, policy = text("layout") or cls.layout, text("policy") or cls.policy
+        dispatch = text("dispatch") or cls.dispatch
         for name, value, legal in (
             (VARIABLES["layout"], layout, get_args(Layout)),
             (VARIABLES["policy"], policy, get_args(Policy)),
+            (VARIABLES["dispatch"], dispatch, get_args(Dispatch)),
         ):
             if value not in legal:
                 raise ServeError(f"{name} is {value!r}", rule=f"it must be one of {', '.join(legal)}")
@@ -95,6 +104,8 @@ class Settings:
             policy=policy,  # type: ignore[arg-type]
             max_moves=None if text("max_moves") is None else number("max_moves", 0),
             min_gain=min_gain,
+            dispatch=dispatch,  # type: ignore[arg-type]
+            copy_cost_tokens=number("copy_cost_tokens", cls.copy_cost_tokens),
             status_dir=path("status_dir"),
             record_dir=path("record_dir"),
             record_run=text("record_run") or cls.record_run,
@@ -109,6 +120,8 @@ VARIABLES = {
     "policy": "EPLB_RUNTIME_POLICY",
     "max_moves": "EPLB_MAX_MOVES",
     "min_gain": "EPLB_MIN_GAIN",
+    "dispatch": "EPLB_DISPATCH",
+    "copy_cost_tokens": "EPLB_COPY_COST_TOKENS",
     "status_dir": "EPLB_STATUS_DIR",
     "record_dir": "EPLB_RECORD_DIR",
     "record_run": "EPLB_RECORD_RUN",

@@ -11,8 +11,9 @@ from typing import Literal
 
 __all__ = ["DISPENSABLE", "PARTS", "Part", "Task"]
 
-Task = Literal["plan", "physical", "record", "llama4", "endpoint", "metrics"]
-"""What needs a part: starting from a plan, from a `physical` checkpoint, recording; the others are DISPENSABLE."""
+Task = Literal["plan", "dispatch", "physical", "record", "llama4", "endpoint", "metrics"]
+"""What needs a part: starting from a plan, choosing copies by load, starting from a `physical` checkpoint, recording;
+the others are DISPENSABLE."""
 
 DISPENSABLE: frozenset[Task] = frozenset({"llama4", "endpoint", "metrics"})
 """What is left out, with a line in the log, by a vLLM that lacks a part of it."""
@@ -158,6 +159,61 @@ PARTS = (
     ),
     Part("plan", _WORKER, "WorkerWrapperBase.initialize_from_config", "stop a worker without the plan"),
     Part("plan", "vllm.v1.worker.gpu_worker", "Worker.reload_weights", "refuse new weights", optional=True),
+    # Choose copies by load -------------------------------------------------------------------------------------------
+    Part(
+        "dispatch",
+        _ROUTER,
+        "BaseRouter._apply_eplb_mapping",
+        "choose copies by load",
+        ("topk_ids",),
+        used_in="BaseRouter._select_experts|BaseRouter.select_experts",
+    ),
+    Part(
+        "dispatch",
+        _ROUTER,
+        "eplb_map_to_physical_and_record",
+        "do all that it does, with another choice",
+        (
+            "topk_ids",
+            "expert_load_view",
+            "logical_to_physical_map",
+            "logical_replica_count",
+            "record_enabled",
+            "num_unpadded_tokens",
+        ),
+        used_in="BaseRouter._apply_eplb_mapping",
+    ),
+    Part(
+        "dispatch",
+        _ROUTER,
+        "dbo_current_ubatch_id",
+        "leave the padding of each micro-batch out",
+        used_in="BaseRouter._apply_eplb_mapping",
+    ),
+    Part("dispatch", "vllm.v1.worker.ubatching", "dbo_current_ubatch_id", "tell micro-batches apart"),
+    Part(
+        "dispatch",
+        f"{_MOE}.router.fused_moe_router {_ROUTER}",
+        "FusedMoERouter.eplb_state|BaseRouter.eplb_state",
+        "read the live map",
+    ),
+    Part("dispatch", _ROUTER, "BaseRouter.top_k", "try the rule on a batch"),
+    Part("dispatch", _STATE, "EplbLayerState.expert_load_view", "record the load"),
+    Part("dispatch", _STATE, "EplbLayerState.should_record_tensor", "record the load when vLLM wants it"),
+    Part("dispatch", _STATE, "EplbLayerState.num_unpadded_tokens_tensors", "leave padding out"),
+    Part("dispatch", _STATE, "EplbState.step", "compare the ranks' choices", ("is_dummy", "is_profile")),
+    Part("dispatch", _LAYER, "MoERunner.do_naive_dispatch_combine", "tell whose tokens a router sees"),
+    Part("dispatch", _LAYER, "MoERunner.moe_config", "tell whose tokens a router sees"),
+    Part("dispatch", f"{_MOE}.config", "FusedMoEConfig.is_sequence_parallel", "tell whose tokens a router sees"),
+    Part("dispatch", f"{_CONFIG}.parallel", "ParallelConfig.data_parallel_size", "tell whose tokens a router sees"),
+    Part("dispatch", f"{_CONFIG}.parallel", "ParallelConfig.tensor_parallel_size", "tell whose tokens a router sees"),
+    Part(
+        "dispatch",
+        f"{_CONFIG}.parallel",
+        "ParallelConfig.prefill_context_parallel_size",
+        "refuse split batches",
+        optional=True,
+    ),
     # Llama 4 ---------------------------------------------------------------------------------------------------------
     Part(
         "llama4",

@@ -2,8 +2,8 @@
 
 Runs when vLLM has loaded the model and registers it with EPLB, before any request, warm-up or graph capture: the plan
 is checked against the model (`move`), what is loaded is written down (`proof`), experts and maps are moved (`move`),
-the run-time policy is put in place (`rebalancing`), and what is live then is compared with the plan's file (`proof`).
-A failure of one rank stops all of them (`ranks`).
+the run-time policy and the rule that chooses copies are put in place (`rebalancing`, `dispatching`), and what is live
+then is compared with the plan's file (`proof`). A failure of one rank stops all of them (`ranks`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from eplb_cli.errors import ServeError
-from eplb_cli.vllm_plugin import move, proof, rebalancing
+from eplb_cli.vllm_plugin import dispatching, move, proof, rebalancing
 from eplb_cli.vllm_plugin.move import Target
 from eplb_cli.vllm_plugin.ranks import Ranks
 from eplb_cli.vllm_plugin.status import write_record
@@ -148,7 +148,7 @@ def _apply(target: Target, state: Any, model_state: Any | None, model: Any) -> N
     if group.rank_in_group == 0:
         logger.info(
             "eplb: the plan %s (sha256 %s) is in force: %d experts in %d slots on %d EP ranks, %d MoE layers, "
-            "all slots verified in %.1f s; rebalancing at run time: %s",
+            "all slots verified in %.1f s; rebalancing at run time: %s; copies are chosen by: %s",
             settings.plan,
             record["plan_sha256"][:16],
             target.placement.num_experts,
@@ -157,6 +157,7 @@ def _apply(target: Target, state: Any, model_state: Any | None, model: Any) -> N
             len(record["layer_ids"]),
             record["seconds"],
             {"static": "never", "vllm": "vLLM's policy", "eplb": "eplb's planner"}[settings.policy],
+            settings.dispatch,
         )
 
 
@@ -185,6 +186,10 @@ def _start(
         ranks.together(lambda: move.fill_slots(state, model_state, model, stage, group))
     ranks.agree(lambda: move.write_maps(model_state, stage))
     ranks.together(lambda: rebalancing.watch(settings, state, model_state, stage.ep_size, group.rank_in_group))
+    if settings.dispatch == "balanced":
+        rows = {int(layer): row.tolist() for layer, row in zip(stage.layer_ids, stage.physical_to_logical, strict=True)}
+        agreement = ranks.agree(lambda: dispatching.choose_by_load(settings, state, rows, live, stage.ep_size))
+        dispatching.watch_steps(settings, state, agreement, group)
     state.expert_rearrangement_step = 0
     model_state.expert_load_pass.zero_()
     if settings.policy == "static":
@@ -210,6 +215,8 @@ def _start(
         "slots": stage.num_layers * stage.slots_per_rank,
         "slots_verified": sum(map(len, own.values())),
         "policy": settings.policy,
+        "dispatch": settings.dispatch,
+        **({"copy_cost_tokens": settings.copy_cost_tokens} if settings.dispatch == "balanced" else {}),
     }
     state.eplb_plan = Started(record, wanted, model_state, model, all_layers)
     return record

@@ -58,11 +58,66 @@ def note_tensors_read(rank: int) -> None:
     default_loader.safetensors_weights_iterator = noting
 
 
+def recount_each_choice(rank: int) -> None:
+    """Breaks nothing: compares every choice of copies, and what it adds to the load, with the plain rule."""
+    import numpy as np
+
+    from eplb_cli.dispatch import serving_slots
+    from eplb_cli.vllm_plugin.dispatching import RoutedByLoad
+
+    choose = RoutedByLoad.__call__
+
+    def recounted(self: Any, topk_ids: Any) -> Any:
+        seen, rule = self._module.router.eplb_state, self._rule
+        before = seen.expert_load_view.clone()
+        chosen = choose(self, topk_ids)
+        real = int(seen.num_unpadded_tokens_tensors[0])
+        row = np.empty(rule.num_slots, int)
+        for expert, number in enumerate(seen.logical_replica_count.tolist()):
+            row[seen.logical_to_physical_map[expert, :number].tolist()] = expert
+        experts = seen.logical_replica_count.shape[0]
+        expected = serving_slots(
+            topk_ids.numpy(), real, row, experts, rule.ep_size, rule.price, whole_step=rule.whole_step
+        )
+        assert (chosen.numpy() == expected).all()
+        served = expected[:real][expected[:real] >= 0]
+        tokens = np.bincount(served, minlength=rule.num_slots) * int(seen.should_record_tensor)
+        assert ((seen.expert_load_view - before).numpy() == tokens).all()
+        with Path(os.environ["CHOICES"], f"rank{rank}").open("a") as stream:
+            stream.write(f"{real} {int(seen.should_record_tensor)}\n")
+        return chosen
+
+    RoutedByLoad.__call__ = recounted
+
+
+def one_id_differs(rank: int) -> None:
+    """The router of one rank chooses another expert for one token, once, after some steps."""
+    if rank == 0:
+        return
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    route = CPURouter._compute_routing
+    calls = 0
+
+    def differing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        weights, ids = route(self, *args, **kwargs)
+        calls += 1
+        if calls == 120:
+            ids = ids.clone()
+            ids[0, 0] = next(expert for expert in range(16) if expert not in ids[0])
+        return weights, ids
+
+    CPURouter._compute_routing = differing
+
+
 BREAKAGES: dict[str, Callable[[int], None]] = {
     function.__name__: function
     for function in (
         one_slot_corrupted,
         router_sees_another_map,
         note_tensors_read,
+        recount_each_choice,
+        one_id_differs,
     )
 }
