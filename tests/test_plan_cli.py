@@ -24,6 +24,7 @@ KEYS = {
     "num_experts",
     "num_redundant_experts",
     "slots_per_rank",
+    "dispatch",
     "seed",
     "seconds",
     "balancedness",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eplb_cli.cli.options import DispatchOption, FormatOption
+from eplb_cli.cli.options import Dispatch, FormatOption
 from eplb_cli.console import OutputFormat
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ def score(
     loads: Annotated[
         list[Path], typer.Argument(help="Profiles; several join along their windows.", metavar="LOADS...")
     ],
-    dispatch: DispatchOption = None,
+    dispatch: Annotated[
+        Dispatch,
+        typer.Option("--dispatch", metavar="|".join(Dispatch), help="The rule that chooses among an expert's copies."),
+    ] = Dispatch.even,
     output_format: FormatOption = OutputFormat.human,
 ) -> None:
     """Score a plan on loads."""
@@ -41,7 +44,10 @@ def score(
     console = Console(output_format)
     placement = Placement.load(plan)
     joined = concatenate([ExpertLoads.load(path) for path in loads])
-    scored = score_placement(placement, joined, None if dispatch is None else dispatch.value)
+    scored = score_placement(placement, joined, dispatch.value)
+    planned = placement.provenance.dispatch
+    if planned not in (None, dispatch.value):
+        console.note(f"The plan is made for the rule {planned}; --dispatch {planned} scores it under that.")
     for warning in scored.warnings:
         console.warn(warning)
     console.result(scored.as_dict(), *_table(scored))

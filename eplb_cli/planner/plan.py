@@ -108,6 +108,7 @@ class PlanResult:
         figures, placement = self.balancedness, self.placement
         document: dict[str, Any] = {
             "strategy": self.strategy,
+            "dispatch": placement.provenance.dispatch or "even",
             "ep_size": placement.ep_size,
             "num_nodes": placement.num_nodes,
             "num_experts": placement.num_experts,
@@ -136,8 +137,6 @@ class PlanResult:
             "confidence": self.confidence.as_dict(),
             "warnings": list(self.warnings),
         }
-        if placement.provenance.dispatch is not None:
-            document["dispatch"] = placement.provenance.dispatch
         if self.sweep:
             document["redundancy_sweep"] = [point.as_dict() for point in self.sweep]
         if self.nodes:

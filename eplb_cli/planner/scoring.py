@@ -70,13 +70,13 @@ class Score:
         }
 
 
-def score(placement: Placement, loads: ExpertLoads, dispatch: Rule | None = None) -> Score:
+def score(placement: Placement, loads: ExpertLoads, dispatch: Rule = "even") -> Score:
     """Score a placement on loads; layers that only one of the two has are left out with a warning.
 
     Args:
         placement: any.
         loads: of the same model.
-        dispatch: the rule that chooses among copies; None for the one that the placement was planned for, else `even`.
+        dispatch: the rule that chooses among copies, whatever the placement was planned for.
 
     Raises:
         PlacementError: the two are of different expert counts, or share no layer.
@@ -98,15 +98,14 @@ def score(placement: Placement, loads: ExpertLoads, dispatch: Rule | None = None
             warnings.append(f"the {name} {layers}, which the score leaves out")
     loads = loads.for_layers(shared)
     warnings.extend(refuse_constant_routing(loads))
-    rule = dispatch or planned_rule(placement)
-    ranks = loads_of_layers(placement, loads, rule)
+    ranks = loads_of_layers(placement, loads, dispatch)
     summed = ranks.sum(0)
     ratios = max_over_mean(ranks)[ranks.mean(-1) > 0]
     if not ratios.size:
         ratios = np.ones(1)
         warnings.append("the loads are all zero: there is nothing to balance")
     return Score(
-        dispatch=rule,
+        dispatch=dispatch,
         balancedness=round(balancedness(ranks), DIGITS),
         balancedness_of_mean=round(balancedness(summed), DIGITS),
         max_over_mean=round(float(ratios.mean()), DIGITS),
