@@ -12,6 +12,7 @@ behind a barrier.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,9 +31,11 @@ BLOCK = 128
 """Ids of a program."""
 EXPERTS = 32
 """Experts that a try looks at together."""
+PER_STEP = ["numel", "blocks"]
+"""Arguments that differ between steps: nothing is compiled for their values, which would hold a step up."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_STEP)
 def _count_and_order(
     ids, counted, table, replica_count,
     counts, block_counts, shared, places, slots,
@@ -74,7 +77,7 @@ def _count_and_order(
             tl.store(shared + tl.sum((several & (others < owner)).to(tl.int64), 0), owner.to(tl.int64) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_STEP)
 def _fill_and_scan(
     counts, block_counts, shared, slots, replica_count, worths,
     loads, opened, quota, ends, times, before,
@@ -170,7 +173,7 @@ def _fill_and_scan(
         tl.store(times + program, tl.max(tl.load(loads + rank, mask=rank < ep_size, other=0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_STEP)
 def _map(
     ids, counted, recorded, record_enabled, places, before, slots, ends, times,
     out, load, served, digest,
@@ -218,13 +221,13 @@ def map_and_record(ids: Tensor, rule: Rule, layer: Layer, *, counted: Tensor | N
     copies = triton.next_power_of_2(rule.most_copies(experts, width))
     blocks, tries = triton.cdiv(numel, BLOCK), rule.worths.shape[0]
     most_shared = min(experts, rule.num_slots - experts)
-    counts, block_counts, loads, shared = torch.zeros(
-        experts + blocks * experts + tries * rule.ep_size + most_shared + 1, dtype=torch.int64, device=ids.device
-    ).split((experts, blocks * experts, tries * rule.ep_size, most_shared + 1))
-    sizes = (numel, experts * copies, blocks * experts, tries * experts, *(2 * (tries * experts * copies,)), tries)
-    places, slots, before, opened, quota, ends, times = torch.empty(
-        sum(sizes), dtype=torch.int64, device=ids.device
-    ).split(sizes)
+    counts, block_counts, loads, shared = _buffers(
+        torch.zeros, ids, experts, blocks * experts, tries * rule.ep_size, most_shared + 1
+    )
+    cells = tries * experts * copies
+    places, slots, before, opened, quota, ends, times = _buffers(
+        torch.empty, ids, numel, experts * copies, blocks * experts, tries * experts, cells, cells, tries
+    )
     out = torch.empty_like(ids)
     per_rank = rule.num_slots // rule.ep_size
     _count_and_order[(blocks + experts,)](
@@ -249,3 +252,10 @@ def map_and_record(ids: Tensor, rule: Rule, layer: Layer, *, counted: Tensor | N
         TRIES=triton.next_power_of_2(tries), GOLDEN=GOLDEN, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _buffers(make: Callable[..., Tensor], ids: Tensor, *sizes: int) -> Sequence[Tensor]:
+    """Buffers of int64 in one allocation, each at a multiple of 16 bytes, as Triton compiles for."""
+    even = [size + size % 2 for size in sizes]
+    buffers: Sequence[Tensor] = make(sum(even), dtype=torch.int64, device=ids.device).split(even)
+    return buffers
