@@ -24,7 +24,7 @@ ALLOWED = {
     "loads": {"errors", "files", "metrics", "tensors", "untrusted"},
     "placement": {"dispatch", "errors", "files", "metrics", "untrusted"},
     "traces": BASE | {"tensors"},
-    "replay": BASE | {"traces"},
+    "replay": BASE | {"traces", "planner"},
     "planner": BASE | {"bounds"},
     "exports": BASE | {"tensors"},
     "checkpoint": BASE | {"models", "tensors"},
@@ -33,7 +33,7 @@ ALLOWED = {
     "versions": set(),
     "doctor": BASE | {"serve", "vllm_plugin", "versions"},
     "advice": BASE | {"planner", "checkpoint"},
-    "report": BASE | {"console", "bounds", "planner", "checkpoint", "advice"},
+    "report": BASE | {"console", "bounds", "planner", "checkpoint", "advice", "replay"},
 }
 
 

@@ -49,7 +49,9 @@ def test_decode_steps_take_one_token_of_each_lane() -> None:
 
 def test_phases_are_never_in_one_step() -> None:
     blocks = [block(numbered(0, 3), "prefill"), block(numbered(100, 103)), block(numbered(3, 5), "prefill")]
-    assert places(list(steps_of(blocks, 2, 1))) == [[0, 1], [100, 101], [2, 3]]
+    steps = list(steps_of(blocks, 2, 1))
+    assert places(steps) == [[0, 1], [100, 101], [2, 3]]
+    assert [PHASES[step.phase] for step in steps] == ["prefill", "all", "prefill"]
 
 
 def trace(folder: Path, ids: object) -> Path:
@@ -127,16 +129,45 @@ def test_the_command_prints_the_documented_object(eplb: Callable[..., Run], tmp_
     run = eplb("replay", tmp_path / "p.json", "--trace", path, "--step-tokens", 2, "--copy-cost-tokens", 3, "-dp", 2,
                "--format", "json")  # fmt: skip
     assert run.code == 0, run.err
-    assert run.json.keys() == {"rows", "steps", "step_tokens", "data_parallel_size", "warnings"}
+    assert run.json.keys() == {
+        "format", "version", "rows", "phases", "steps", "step_tokens", "data_parallel_size", "copy_cost_tokens",
+        "vllms_policy", "warnings",
+    }  # fmt: skip
+    assert run.json["phases"] == [{"phase": "all", "steps": 4, "first_steps": [1, 2, 3, 4]}]
     assert run.json["data_parallel_size"] == 2
     for row in run.json["rows"]:
-        assert row.keys() == {"plan", "dispatch", "balancedness", "max_over_mean", "active_copies", "step_time"}
+        assert row.keys() == {
+            "phase", "plan", "dispatch", "rebalance", "balancedness", "max_over_mean", "active_copies", "step_time",
+            "rebalances", "moved_slots", "curve",
+        }  # fmt: skip
         assert row["max_over_mean"].keys() == {"p50", "p95", "worst"}
         assert row["active_copies"].keys() == {"mean", "max"}
     assert [row["plan"] for row in run.json["rows"]] == ["none", "initial", *[str(tmp_path / "p.json")] * 2]
     assert json.loads(run.out)["rows"][2]["dispatch"] == "hash"
     human = eplb("replay", tmp_path / "p.json", "--trace", path, "--step-tokens", 2)
     assert "balancedness = sum of" in human.out
+
+
+def test_the_figures_of_phases_are_apart(tmp_path: Path) -> None:
+    """Two sequences of four tokens of prompt, all of expert 0, and two of decode: of expert 0, and of 2."""
+    ids = np.array([[[expert]] * 2 for expert in [0] * 6 + [0] * 4 + [2] * 2], np.uint8)
+    path = tmp_path / "two.npz"
+    np.savez(path, topk_ids=ids, seq_lens=[6, 6], prompt_lens=[4, 4], layer_ids=LAYERS)
+    replayed = replay_traces([("p", PLAN)], [path], rules=["hash"], step_tokens=2)
+    assert [(phase.phase, phase.steps) for phase in replayed.phases] == [("prefill", 4), ("decode", 2)]
+    figures = {(row.phase, row.plan): row.balancedness for row in replayed.rows}
+    # Without copies, ranks {0, 1} and {2, 3}: all prefill on one; each decode step has one token for each.
+    assert (figures["prefill", "none"], figures["decode", "none"]) == (0.5, 1.0)
+    assert [row.phase for row in replayed.rows] == ["prefill"] * 3 + ["decode"] * 3
+    assert replay_traces([("p", PLAN)], [path], rules=["hash"], step_tokens=2, phase=2).rows[0].balancedness == 1.0
+
+
+def test_a_curve_says_where_each_stretch_begins(tmp_path: Path) -> None:
+    """41 steps: all on one rank, then all even."""
+    ids = [[[0], [0]]] * 40 + [[[0], [0]], [[2], [2]]] * 21
+    replayed = replay_traces([("p", PLAN)], [trace(tmp_path, ids)], rules=["hash"], step_tokens=2)
+    assert replayed.phases[0].first_steps == tuple(range(1, 42, 2))
+    assert replayed.rows[0].curve == (0.5,) * 10 + (1.0,) * 11
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path, eplb: Callable[..., Run]) -> None:

@@ -21,6 +21,7 @@ from eplb_cli.placement import Placement
 from eplb_cli.planner import PlanRequest, make_plan
 from eplb_cli.report import ModelFacts, NamedPlan, Report, make_report, render
 from tests.conftest import Run
+from tests.test_replay_result import REPLAY
 
 CONFIG = {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 64, "torch_dtype": "bfloat16"}
 DIGEST = "ab" * 32
@@ -194,6 +195,23 @@ def test_a_layer_without_load_is_perfectly_balanced_and_not_a_nan(loads: ExpertL
     made = make_report(replace(loads, counts=counts), [], profile="l", profile_sha256=DIGEST, ep_size=4)
     assert made.layouts[0].per_layer[2] == 1.0
     json.dumps(made.as_dict(), allow_nan=False)
+
+
+def test_a_replay_is_shown_as_it_was_written(loads: ExpertLoads, eplb: Callable[..., Run], tmp_path: Path) -> None:
+    loads.save(tmp_path / "l")
+    (tmp_path / "replay.json").write_text(json.dumps(REPLAY.as_dict()))
+    run = eplb("report", tmp_path / "l", "--replay", tmp_path / "replay.json", "-o", tmp_path / "r", "--format", "json")
+    assert run.code == 0, run.err
+    assert run.json["replay"] == REPLAY.as_dict()
+    page = (tmp_path / "r").read_text()
+    assert "<td>vllm:1/2</td><td>decode</td>" in page and "vllm: the policy of vLLM 0.32.0" in page
+    (tmp_path / "replay.json").write_text("{}")
+    refused = eplb("report", tmp_path / "l", "--replay", tmp_path / "replay.json", "-o", tmp_path / "r2")
+    assert refused.code == 1 and "is not a replay" in refused.err and not (tmp_path / "r2").exists()
+
+
+def test_without_a_replay_there_is_no_part_for_it(report: Report, page: str) -> None:
+    assert report.as_dict()["replay"] is None and "replay-title" not in page
 
 
 class Links(HTMLParser):

@@ -13,6 +13,7 @@ import pytest
 
 from eplb_cli.planner import PlanRequest, make_plan
 from eplb_cli.report import NamedPlan, make_report, render
+from tests.test_replay_result import REPLAY
 from tests.test_report import DIGEST, skewed_loads
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -80,7 +81,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         NamedPlan("second.json", make_plan(loads, PlanRequest(8, 8, strategy="mean"), DIGEST).placement),
     ]
     file = tmp_path_factory.mktemp("report") / "report.html"
-    file.write_text(render(make_report(loads, plans, profile="loads.st", profile_sha256=DIGEST)))
+    file.write_text(render(make_report(loads, plans, profile="loads.st", profile_sha256=DIGEST, replayed=REPLAY)))
     return file
 
 
@@ -134,7 +135,7 @@ def pixels(browser: Any, chart: str) -> str:
 
 
 def test_every_chart_is_drawn_and_the_console_stays_silent(reader: Any) -> None:
-    for chart in ("heat", "ranks", "experts", "layers", "windows", "redundancy"):
+    for chart in ("heat", "ranks", "experts", "layers", "windows", "redundancy", "replay"):
         assert len(base64.b64decode(pixels(reader, chart).split(",")[1])) > 2000, chart
     wait_for(reader, "return document.documentElement.dataset.printable")
     assert [entry for entry in reader.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")] == []
@@ -219,6 +220,15 @@ def test_sorting_puts_the_hottest_expert_first(reader: Any) -> None:
     assert f"layer 1, expert {hottest}:" in wait_for(reader, TOOLTIP)
 
 
+def test_the_phase_of_replayed_steps_is_chosen(reader: Any) -> None:
+    point_at(reader, "replay", 2.8, 0.8)
+    assert "p.json, hash, vllm:1/2" in wait_for(reader, TOOLTIP)
+    before = pixels(reader, "replay")
+    choose(reader, "replay-phase", "1")
+    wait_for(reader, "return !!document.getElementById('replay').view")
+    assert pixels(reader, "replay") != before
+
+
 def background(reader: Any) -> str:
     return str(reader.execute_script("return getComputedStyle(document.body).backgroundColor"))
 
@@ -249,7 +259,7 @@ def test_paper_is_light_whatever_the_screen(reader: Any) -> None:
         "return [...document.querySelectorAll('.paper')].map((it) => it.getBoundingClientRect().left >= 0)"
     )
     reader.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-    assert shown == [True] * 6
+    assert shown == [True] * 7
 
 
 @pytest.mark.parametrize("width", [360, 800, 1600])

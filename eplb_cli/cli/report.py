@@ -19,6 +19,7 @@ EXAMPLES = (
     "eplb report loads.safetensors plan.json -o report.html",
     "eplb report loads.safetensors plan.json --model Qwen/Qwen3-235B-A22B-FP8 -o report.html",
     "eplb report tuesday.safetensors old-plan.json new-plan.json -o report.html",
+    "eplb report loads.safetensors plan.json --replay replay.json -o report.html",
     "eplb report loads.safetensors --ep-size 16 -o report.html",
 )
 
@@ -43,6 +44,10 @@ def report(
         typer.Option("--step-tokens", help="Tokens of one engine step over all ranks, for advice.", min=1),
     ] = None,
     dispatch: DispatchOption = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", help="What `eplb replay --format json` wrote, to show as well.", metavar="FILE"),
+    ] = None,
     force: ForceOption = False,
     output_format: FormatOption = OutputFormat.human,
 ) -> None:
@@ -54,6 +59,7 @@ def report(
     from eplb_cli.files import atomic_write, refuse_existing, sha256_of_file
     from eplb_cli.loads import ExpertLoads
     from eplb_cli.placement import Placement
+    from eplb_cli.replay import Replay
     from eplb_cli.report import NamedPlan, make_report, render
 
     console = Console(output_format)
@@ -72,6 +78,7 @@ def report(
             ep_size=ep_size,
             model=facts,
             step_tokens=step_tokens,
+            replayed=None if replay is None else Replay.load(replay),
             on_step=lambda what, done, of: progress.update(task, description=what, completed=done, total=of),
         )
     content = render(made).encode()

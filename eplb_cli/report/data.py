@@ -23,6 +23,7 @@ from eplb_cli.planner.confidence import bootstrap_interval
 from eplb_cli.planner.placing import cross_validate, place
 from eplb_cli.planner.request import Strategy, topology_of
 from eplb_cli.planner.scoring import DIGITS, loads_of_layers, planned_rule
+from eplb_cli.replay import Replay
 
 __all__ = ["Layout", "ModelFacts", "NamedPlan", "RedundancyStep", "Report", "make_report"]
 
@@ -164,6 +165,7 @@ class Report:
         warnings: of the loads and of the comparison.
         commands: (what for, command) to go on with.
         model: MODEL as the user wrote it.
+        replay: recorded tokens as engine steps, when the user gave what `eplb replay` wrote.
     """
 
     loads: ExpertLoads
@@ -181,6 +183,7 @@ class Report:
     warnings: tuple[str, ...]
     commands: tuple[tuple[str, str], ...]
     model: str | None
+    replay: Replay | None = None
 
     @property
     def plan(self) -> Layout | None:
@@ -223,6 +226,7 @@ class Report:
             "advice": None if self.advice is None else self.advice.as_dict(),
             "warnings": list(self.warnings),
             "commands": [{"purpose": purpose, "command": command} for purpose, command in self.commands],
+            "replay": None if self.replay is None else self.replay.as_dict(),
         }
 
 
@@ -236,6 +240,7 @@ def make_report(
     ep_size: int | None = None,
     model: ModelFacts | None = None,
     step_tokens: int | None = None,
+    replayed: Replay | None = None,
     on_step: Callable[[str, int, int], None] = lambda _what, _done, _of: None,
 ) -> Report:
     """Measure loads and plans.
@@ -248,6 +253,7 @@ def make_report(
         ep_size: EP ranks to look at when there is no plan.
         model: sizes, for memory figures.
         step_tokens: tokens of an engine step over all ranks, for advice.
+        replayed: shown as it is.
         on_step: called with what is being done, how many steps are done, and how many there are.
 
     Raises:
@@ -302,6 +308,7 @@ def make_report(
         warnings=(*loads.warnings, *warnings),
         commands=_commands(loads, plans, profile, ep_size, None if model is None else model.name),
         model=None if model is None else model.name,
+        replay=replayed,
     )
 
 

@@ -13,7 +13,7 @@
   const percent = (share) => `${(100 * share).toFixed(2)} %`;
   // For names of the user's files inside HTML.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const state = { layer: 0, layout: Math.max(firstPlan, 0), mode: "load", order: "id", cellLayer: 0, expert: 0 };
+  const state = { layer: 0, layout: Math.max(firstPlan, 0), mode: "load", order: "id", cellLayer: 0, expert: 0, replayPhase: 0 };
   const root = document.documentElement;
   // Where colours are taken from: the page, or the paper while a chart is drawn for printing.
   let palette = root;
@@ -342,11 +342,23 @@
     return figure;
   }
 
+  const drawReplay = () => put("replay", makeReplay);
+  function makeReplay() {
+    const phase = data.replay.phases[state.replayPhase];
+    const styles = [...INITIAL.slice(0, 2), ...PLANS, ...INITIAL.slice(2)];
+    const series = data.replay.rows.filter((row) => row.phase === phase.phase).map((row, index) => {
+      const [ink, dash, marker] = styles[index % styles.length];
+      return { name: [row.plan, row.dispatch, row.rebalance].filter(Boolean).join(", "), y: row.curve, ink, color: css(ink), dash, marker };
+    });
+    return lines("replay", { series, positions: phase.first_steps, labels: phase.first_steps.map((step) => number.format(step)), marks: true, x: "step, the first of each stretch" });
+  }
+
   function drawAll() {
     drawCell();
     const charts = [drawHeat()];
     if (layouts.length) charts.push(drawLayer(), drawLayers(), drawWindows());
     if (data.redundancy.length) charts.push(drawRedundancy());
+    if (data.replay) charts.push(drawReplay());
     return Promise.all(charts);
   }
 
@@ -385,6 +397,8 @@
   on("layer-previous", "click", () => selectLayer(state.layer - 1));
   on("layer-next", "click", () => selectLayer(state.layer + 1));
   on("layout", "change", (event) => { state.layout = Number(event.target.value); drawLayer(); });
+
+  on("replay-phase", "change", (event) => { state.replayPhase = Number(event.target.value); drawReplay(); });
 
   const system = matchMedia("(prefers-color-scheme: dark)");
   const applyTheme = () => { root.dataset.theme = element("theme").value || (system.matches ? "dark" : "light"); };
