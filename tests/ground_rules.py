@@ -26,7 +26,7 @@ MAY_SKIP = {
 """Reasons of skips that CI accepts, with the reason why."""
 
 LACKS = {
-    "vllm": r"vLLM is not installed|vLLM's CPU build is not installed|could not import 'vllm",
+    "vllm": r"vLLM is not installed|vLLM's CPU build is not installed|could not import '(vllm|triton)",
     "transformers": r"could not import 'transformers'",
     "chromium": r"no chromium here",
     "filesystems": r"mkfs\.\w+ is not installed",

@@ -232,15 +232,26 @@ def test_the_first_steps_are_compared_and_then_every_hundredth() -> None:
     assert [step for step in range(1, 301) if is_due(step)] == [*range(1, 11), 100, 200, 300]
 
 
-def test_triton_chooses_as_torch() -> None:
-    """The kernels in Triton's interpreter: the same ids, loads and digests."""
+def in_triton(**environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `tests.triton_cases` in a process of its own."""
     pytest.importorskip("triton")
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "tests.triton_cases"],
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
+
+
+def test_triton_chooses_as_torch() -> None:
+    """The kernels in Triton's interpreter: the same ids, loads and digests."""
+    run = in_triton(TRITON_INTERPRET="1")
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_triton_compiles_the_kernels_for_gpus(tmp_path: Path) -> None:
+    run = in_triton(TRITON_CACHE_DIR=str(tmp_path))
     assert run.returncode == 0, run.stderr[-3000:]

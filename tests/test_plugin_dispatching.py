@@ -137,7 +137,7 @@ def test_a_wrong_choice_in_the_trial_batch_stops_the_start(monkeypatch: pytest.M
 
 REFUSED = {
     "a router of its own way": (state_of(), {"router": OwnWay}, "OwnWay maps experts to slots in its own way"),
-    "no router": (state_of(), {"router": lambda *_, **__: None}, "NoneType maps experts"),
+    "no router": (state_of(), {"router": lambda *_, **__: None}, "SimpleNamespace maps experts"),
     "ranks that share a part of the step": (
         state_of(data_parallel_size=2, tensor_parallel_size=2),
         {},

@@ -1,11 +1,17 @@
-"""Runs the kernels of the `balanced` rule by Triton's interpreter, beside torch: `TRITON_INTERPRET=1 python -m ...`
+"""The kernels of the `balanced` rule: `python -m tests.triton_cases`, in a process of its own.
 
-A process of its own, because Triton decides when it is imported whether it interprets.
+With TRITON_INTERPRET=1, which Triton reads when it is imported, it runs them beside torch. Without, it compiles them
+for GPUs, of which none need be here: the compiler refuses what the interpreter lets pass.
 """
 
 from __future__ import annotations
 
+import os
+
+import triton
 from hypothesis import given, settings
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpreterBuilder
 
 from eplb_cli.vllm_plugin import balanced_torch, balanced_triton
@@ -40,8 +46,45 @@ def any_case(case: Case) -> None:
     agree(case)
 
 
+BATCH = {"HAS_COUNTED": True, "BLOCK": balanced_triton.BLOCK, "COPIES": 8}
+CONSTANTS = {
+    "_count_and_order": {**BATCH, "WIDTH": 64, "ALL": 256},
+    "_fill_and_scan": {
+        **BATCH, "SURE": True, "SHARED": 32, "ROUNDS": 3, "PRIMARIES": -1, "EXPERTS": balanced_triton.EXPERTS,
+        "RANKS": 32,
+    },
+    "_map": {**BATCH, "HAS_RECORDED": True, "TRIES": 8, "GOLDEN": balanced_torch.GOLDEN},
+}  # fmt: skip
+KINDS = {"ids": "*i32", "out": "*i32", "load": "*i32", "counted": "*i32", "recorded": "*i32", "record_enabled": "*i1"}
+NUMBERS = {
+    "numel", "top_k", "num_experts", "stride", "blocks", "ep_size", "per_rank", "price", "tries",
+}  # fmt: skip
+
+
+def compiles(name: str, target: GPUTarget) -> None:
+    """Fails when a kernel is none for this GPU."""
+    kernel = getattr(balanced_triton, name)
+    constants = {key: value for key, value in CONSTANTS[name].items() if key in kernel.arg_names}
+    kinds = {
+        argument: "constexpr"
+        if argument in constants
+        else "i32"
+        if argument in NUMBERS
+        else KINDS.get(argument, "*i64")
+        for argument in kernel.arg_names
+    }
+    warps = 1 if name == "_fill_and_scan" else 4
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=constants)
+    assert triton.compile(source, target=target, options={"num_warps": warps}).asm
+
+
 if __name__ == "__main__":
-    accept_masks()
-    for switches in ({"all_counted": True}, {"all_recorded": True}, {"record": False}):
-        agree(EXAMPLE, **switches)
-    any_case()
+    if "TRITON_INTERPRET" not in os.environ:
+        for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+            for name in CONSTANTS:
+                compiles(name, target)
+    else:
+        accept_masks()
+        for switches in ({"all_counted": True}, {"all_recorded": True}, {"record": False}):
+            agree(EXAMPLE, **switches)
+        any_case()

@@ -202,7 +202,7 @@ def _gathers(layer: int, module: Any) -> bool:
     router = getattr(module, "router", None)
     if not isinstance(router, BaseRouter) or type(router)._apply_eplb_mapping is not BaseRouter._apply_eplb_mapping:
         raise ServeError(
-            f"{type(router).__name__} maps experts to slots in its own way",
+            f"{type(module if router is None else router).__name__} maps experts to slots in its own way",
             layer=layer,
             rule="--dispatch balanced replaces BaseRouter._apply_eplb_mapping",
             hint="Serve with --dispatch hash.",
