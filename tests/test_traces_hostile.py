@@ -238,3 +238,25 @@ def test_a_map_of_billions_of_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f"{STATS}\n".replace("[[0, 1]]", "[[0, 4294967296]]"))
     with pytest.raises(TraceError, match=r"a\.jsonl.*puts expert 4294967296 into slot 1; experts are 0\.\.65535"):
         read_traces([tmp_path], ReadOptions())
+
+
+@pytest.mark.parametrize("layers", [[1, 2, float("inf")], [1, 2, float("nan")], [1, 2, 2.5]])
+def test_layers_are_whole_numbers(tmp_path: Path, layers: list[float]) -> None:
+    document = {"counts": poisson(2, 3, 8).tolist(), "layer_ids": layers}
+    (tmp_path / "counts.json").write_text(json.dumps(document))
+    refuse(tmp_path / "counts.json", "layers are whole numbers|layer_ids")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("tokens", [3, 1 << 48]), ("tokens", [5, -1]), ("window_ids", [0, 1 << 63]), ("tokens", [1 << 63, 1 << 63])],
+)
+def test_numbers_of_a_window_are_bounded(tmp_path: Path, name: str, values: list[int]) -> None:
+    (tmp_path / "counts.json").write_text(json.dumps({"counts": poisson(2, 3, 8).tolist(), name: values}))
+    refuse(tmp_path / "counts.json", f"{name.split('_')[0]}|step number|whole number")
+
+
+def test_a_window_of_as_many_tokens_as_fit_is_read(tmp_path: Path) -> None:
+    document = {"counts": poisson(2, 3, 8).tolist(), "tokens": [3, (1 << 48) - 1]}
+    (tmp_path / "counts.json").write_text(json.dumps(document))
+    assert read_traces([tmp_path / "counts.json"], ReadOptions(MODEL)).loads.tokens.tolist() == [3, (1 << 48) - 1]

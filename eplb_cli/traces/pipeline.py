@@ -45,6 +45,8 @@ MAX_TOKEN_WINDOWS = 1024
 """Windows kept of a per-token trace when the user names no size; the window doubles beyond it."""
 MAX_COUNTS_BYTES = 4 << 30
 """What an explicit --window-tokens may ask for."""
+MOST_OF_A_WINDOW = 1 << 48
+"""Tokens of a window, or its step number: thirty thousand of them still add up in int64."""
 PIECE_BYTES = 4 << 20
 SETS_FROM_BYTES = 4 << 30
 """Recordings from this size on are worth compiling the fastest loop."""
@@ -369,6 +371,9 @@ class _Collector:
         )
         if not step and any(block.file == file.name for file in recording.files):
             checks.refuse_dead_counts(counts, rows.layer_ids, block.file)
+        for name, numbers in (("tokens", block.tokens), ("step number", block.window_ids)):
+            if numbers is not None:
+                _require_bounded(np.asarray(numbers), name, block.file)
         phases = np.broadcast_to(np.asarray(block.phase, np.uint8), (len(counts),))
         window_ids = np.arange(history.windows, history.windows + len(counts))
         if block.window_ids is not None:
@@ -470,6 +475,9 @@ def as_recorded(reader: Reader, file: str) -> Iterator[None]:
     """
     try:
         yield
+    except TraceError as error:
+        error.file = error.file or file
+        raise
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, MemoryError) as error:
         raise TraceError(
             f"is not as {reader.name} writes it ({type(error).__name__}: {shown(str(error))})",
@@ -482,6 +490,18 @@ def _blocks(reader: Reader, recording: Recording) -> Iterator[Block]:
     files = [file.name for file in recording.files]
     with as_recorded(reader, files[0] if len(files) == 1 else f"{recording.folder} ({len(files)} files)"):
         yield from reader.read(recording)
+
+
+def _require_bounded(numbers: npt.NDArray[np.generic], name: str, file: str) -> None:
+    """Refuse numbers of windows that sums of them in int64 would not hold."""
+    whole = numbers.dtype.kind in "iu"
+    wrong = [number for number in numbers.tolist() if not whole or not 0 <= number < MOST_OF_A_WINDOW]
+    if wrong:
+        raise TraceError(
+            f"a window's {name} is {shown(wrong[0])}",
+            file=file,
+            rule=f"a whole number from 0, below {MOST_OF_A_WINDOW:,}",
+        )
 
 
 def _check_axis(block: Block) -> None:

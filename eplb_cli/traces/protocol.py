@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from eplb_cli.errors import UsageError
+from eplb_cli.errors import TraceError, UsageError
 from eplb_cli.loads import ModelShape
 from eplb_cli.placement import Placement
 from eplb_cli.traces.counting import Ranges
@@ -95,9 +95,16 @@ class LayerAxis:
 
     @classmethod
     def absolute(cls, ids: Iterable[int]) -> LayerAxis:
-        """Rows with the decoder layers' own numbers."""
-        ids = tuple(int(layer) for layer in ids)
-        return cls(len(ids), ids)
+        """Rows with the decoder layers' own numbers.
+
+        Raises:
+            TraceError: one of them is no whole number.
+        """
+        ids = tuple(ids)
+        for layer in ids:
+            if not float(layer).is_integer():
+                raise TraceError(f"has a layer {layer}", rule="layers are whole numbers")
+        return cls(len(ids), tuple(int(layer) for layer in ids))
 
 
 @dataclass(frozen=True, eq=False)
