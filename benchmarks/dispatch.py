@@ -4,9 +4,10 @@
 
 Plans are made from the first half of every recording's sequences (`windows`; `even` and `balanced` are the rules that
 they are planned for), steps are drawn from the second half: tokens of random places in random sequences, as in decode.
-Real recordings lie beside the checkout in
-../shared/data; nothing runs without them. `bound` is the linear program of every step and layer: no choice of copies is
-better balanced. Times are in reads of one expert's weights: a slot that serves any token costs PRICE tokens.
+Real recordings lie beside the checkout in ../shared/data; nothing runs without them. Times are in reads of one expert's
+weights: a slot that serves any token costs PRICE tokens. `bound` is the linear program of every step and layer, which
+no choice of copies is better than; `fewest` is METRO's idea, the fewest active experts on the busiest rank. Both are of
+the plan for `balanced`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from eplb_cli import ExpertLoads, Placement
 from eplb_cli.dispatch import Rule, rank_times, slot_tokens
@@ -64,15 +67,39 @@ def plan(tokens: Ids, experts: int, window: int, ranks: int, redundant: int, dis
     return make_plan(loads, PlanRequest(ranks, redundant, dispatch=dispatch, folds=0)).placement
 
 
-def least_busiest(counts: npt.NDArray[np.int64], row: npt.NDArray[np.int32], ranks: int) -> float:
-    """The busiest rank's tokens in the best split, by linear program."""
+def fastest(counts: npt.NDArray[np.int64], row: npt.NDArray[np.int32], ranks: int, price: int) -> float:
+    """What no choice of copies is faster than, by linear program: least time of the slowest rank.
+
+    A slot that serves x of an expert's n tokens is taken to cost x / n of the price, which is too little unless it
+    serves all or none. Without a price this is the least that the busiest rank can have to do.
+    """
     slots, room = len(row), len(row) // ranks
     on_rank = np.zeros((ranks, slots + 1))
-    on_rank[np.arange(slots) // room, np.arange(slots)] = 1
+    on_rank[np.arange(slots) // room, np.arange(slots)] = 1 + price / np.maximum(counts[row], 1)
     on_rank[:, -1] = -1
     of_expert = np.zeros((len(counts), slots + 1))
     of_expert[row, np.arange(slots)] = 1
     return float(linprog(np.eye(slots + 1)[-1], on_rank, np.zeros(ranks), of_expert, counts).fun)
+
+
+def fewest_active(
+    counts: npt.NDArray[np.int64], row: npt.NDArray[np.int32], ranks: int, price: int
+) -> npt.NDArray[np.int64]:
+    """Time of each rank, [G], where every expert is served by one copy, and no rank by more of them than must be.
+
+    The idea of METRO (arXiv 2512.09277), as an exact matching of experts with places on ranks: the number of places is
+    raised until all find one. Which of the best matchings it is, is chance.
+    """
+    active = np.flatnonzero(counts)
+    holds = np.zeros((len(counts), ranks), bool)
+    holds[row, np.arange(len(row)) // (len(row) // ranks)] = True
+    places = -(-len(active) // ranks)
+    while True:
+        table = csr_array(np.repeat(holds[active], places, 1))
+        matched = maximum_bipartite_matching(table, perm_type="column")
+        if (matched >= 0).all():
+            return np.bincount(matched // places, counts[active] + price, ranks).astype(np.int64)
+        places += 1
 
 
 def main() -> None:
@@ -91,9 +118,9 @@ def main() -> None:
             none, even, balanced = (
                 plan(tokens, experts, window, ranks, r, rule).physical_to_logical[layers] for r, rule in kinds
             )
-            print(f"\n{name}, EP{ranks}: step time with R = 0 and R = {redundant}; balancedness with R = {redundant}")
-            print("       |               chosen by load    |        chosen by load, plan for even   for balanced")
-            print("tokens |  R=0   hash  one batch  own     | hash   one batch  own    one batch  own    bound")
+            print(f"\n{name}, EP{ranks}, R = {redundant}")
+            print("tokens | step time: R = 0, hash, one batch, own, fewest, bound | ", end="")
+            print("balancedness: plan for even: hash, one batch, own; for balanced: one batch, own, fewest, bound")
             for size in SIZES:
                 rng = np.random.default_rng(size)
                 totals: dict[str, float] = {}
@@ -119,15 +146,19 @@ def main() -> None:
                         totals[key] = totals.get(key, 0.0) + float(rank_times(slots, ranks, price).max(1).sum())
                     for layer in range(len(layers)):
                         counts = np.bincount(ids[:, layer].ravel(), minlength=experts)
-                        best = least_busiest(counts, balanced[layer], ranks)
-                        totals["bound"] = totals.get("bound", 0.0) + best
-                reads = {k: totals[k] / arguments.steps / len(layers) / PRICE for k in ("none", "hash", "one", "own")}
-                share = {k: totals["mean"] / totals[k] for k in totals if k.endswith("_0") or k == "bound"}
-                print(
-                    f"{size:6d} | {reads['none']:5.2f}  {reads['hash']:5.2f}  {reads['one']:9.2f}  {reads['own']:5.2f}"
-                    f"   | {share['hash_0']:.3f}  {share['even_one_0']:9.3f}  {share['even_own_0']:.3f}  "
-                    f"{share['one_0']:9.3f}  {share['own_0']:.3f}  {share['bound']:.3f}"
-                )
+                        rows = balanced[layer]
+                        for key, value in (
+                            ("fewest", fewest_active(counts, rows, ranks, PRICE).max()),
+                            ("fewest_0", fewest_active(counts, rows, ranks, 0).max()),
+                            ("bound", fastest(counts, rows, ranks, PRICE)),
+                            ("bound_0", fastest(counts, rows, ranks, 0)),
+                        ):
+                            totals[key] = totals.get(key, 0.0) + float(value)
+                reads = {k: totals[k] / arguments.steps / len(layers) / PRICE for k in totals if not k.endswith("_0")}
+                share = {k: totals["mean"] / totals[k] for k in totals if k.endswith("_0")}
+                times = "  ".join(f"{reads[key]:5.2f}" for key in ("none", "hash", "one", "own", "fewest", "bound"))
+                keys = ("hash_0", "even_one_0", "even_own_0", "one_0", "own_0", "fewest_0", "bound_0")
+                print(f"{size:6d} | {times} | {'  '.join(f'{share[key]:.3f}' for key in keys)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def test_a_replay_is_shown_as_it_was_written(loads: ExpertLoads, eplb: Callable[
     assert run.code == 0, run.err
     assert run.json["replay"] == REPLAY.as_dict()
     page = (tmp_path / "r").read_text()
-    assert "<td>vllm:1/2</td><td>decode</td>" in page and "vllm: the policy of vLLM 0.32.0" in page
+    assert "<td>vllm:1/2</td><td>7</td>" in page and "vllm: the policy of vLLM 0.32.0" in page
     (tmp_path / "replay.json").write_text("{}")
     refused = eplb("report", tmp_path / "l", "--replay", tmp_path / "replay.json", "-o", tmp_path / "r2")
     assert refused.code == 1 and "is not a replay" in refused.err and not (tmp_path / "r2").exists()

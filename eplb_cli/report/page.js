@@ -345,9 +345,14 @@
   const drawReplay = () => put("replay", makeReplay);
   function makeReplay() {
     const phase = data.replay.phases[state.replayPhase];
+    const rows = data.replay.rows.filter((row) => row.phase === phase.phase);
+    // A colour and marker for each plan under a rule, a dash for each run-time policy.
     const styles = [...INITIAL.slice(0, 2), ...PLANS, ...INITIAL.slice(2)];
-    const series = data.replay.rows.filter((row) => row.phase === phase.phase).map((row, index) => {
-      const [ink, dash, marker] = styles[index % styles.length];
+    const dashes = ["solid", [7, 4], [2, 3], [9, 3, 2, 3]];
+    const place = (of, row) => [...new Set(rows.map(of))].indexOf(of(row));
+    const series = rows.map((row) => {
+      const [ink, , marker] = styles[place((it) => `${it.plan}, ${it.dispatch}`, row) % styles.length];
+      const dash = dashes[place((it) => it.rebalance, row) % dashes.length];
       return { name: [row.plan, row.dispatch, row.rebalance].filter(Boolean).join(", "), y: row.curve, ink, color: css(ink), dash, marker };
     });
     return lines("replay", { series, positions: phase.first_steps, labels: phase.first_steps.map((step) => number.format(step)), marks: true, x: "step, the first of each stretch" });
