@@ -57,7 +57,7 @@ def test_the_figures_are_of_the_rule_and_the_plan_file_says_which(tmp_path: Path
     again = Placement.load(tmp_path / "p.json")
     initial = replace(Placement.initial(128, 16, 16, loads.layer_ids), num_nodes=2)
     assert again.provenance.dispatch == "sglang"
-    assert score(again, loads).balancedness == result.balancedness.after
+    assert score(again, loads, "sglang").balancedness == result.balancedness.after
     assert score(initial, loads, "sglang").balancedness == result.balancedness.before
     assert score(again, loads, "even").balancedness == result.balancedness.even
 
@@ -153,8 +153,10 @@ def test_the_command_plans_for_the_rule(eplb: Callable[..., Run], tmp_path: Path
                "--dispatch", "sglang", "--effort", "fast", "-o", tmp_path / "p.json", "--format", "json")  # fmt: skip
     assert run.code == 0, run.err
     assert run.json["dispatch"] == "sglang"
-    scored = eplb("score", tmp_path / "p.json", tmp_path / "l.safetensors", "--format", "json")
+    files = (tmp_path / "p.json", tmp_path / "l.safetensors")
+    scored = eplb("score", *files, "--dispatch", "sglang", "--format", "json")
     assert scored.json["dispatch"] == "sglang"
     assert scored.json["balancedness"] == run.json["balancedness"]["after"]
-    shown = eplb("score", tmp_path / "p.json", tmp_path / "l.safetensors", "--dispatch", "even")
+    shown = eplb("score", *files)
     assert "Copies chosen by the rule even" in " ".join(shown.out.split())
+    assert "The plan is made for the rule sglang; --dispatch sglang scores it under that." in shown.err

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from eplb_cli.dispatch import SglangDeals, StaticRule, loads_under, shares_of_slots, usual_shares
 from eplb_cli.metrics import initial_map, replica_counts
+from eplb_cli.planner.moves import without_twins
 from eplb_cli.planner.request import Topology
 from eplb_cli.planner.search import Level
 from eplb_cli.planner.windows import spread
@@ -79,7 +80,7 @@ def judged_map(
         within_nodes: exchange within nodes only.
     """
     ranks, nodes = topology.ep_size, topology.num_nodes
-    options = [_without_twins(start, counts.sum(0), ranks) for start in starts]
+    options = [without_twins(start, counts.sum(0), ranks) for start in starts]
     windows = counts[spread(len(counts), MOST_WINDOWS)]
     best = _better_layers(rule, windows, options, ranks, nodes)
     loaded = counts.any((0, 2))
@@ -95,22 +96,6 @@ def judged_map(
     ]
     # Of equals the last one, which was searched longest.
     return options[len(options) - 1 - int(np.argmin(peaks[::-1]))]
-
-
-def _without_twins(placed: IntArray, totals: IntArray, ranks: int) -> IntArray:
-    """The placement with every second copy on a rank replaced by one of the expert with most load per copy."""
-    result = placed.copy()
-    experts = totals.shape[1]
-    for layer, row in enumerate(result.reshape(len(placed), ranks, -1)):
-        copies = np.bincount(row.ravel(), minlength=experts)
-        for held in row:
-            for slot in range(1, len(held)):
-                if held[slot] in held[:slot]:
-                    copies[held[slot]] -= 1
-                    share = np.where(np.isin(np.arange(experts), held), -1.0, totals[layer] / copies)
-                    held[slot] = share.argmax()
-                    copies[held[slot]] += 1
-    return result
 
 
 def _holders(placed: IntArray, experts: int, ranks: int) -> BoolArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from eplb_cli.planner.windows import Evidence
 __all__ = ["TradeOff", "keep_slots", "match_ranks", "moved_slots", "options_by_copies", "options_by_swaps", "trade_off"]
 
 IntArray = npt.NDArray[np.int64]
+Rows = TypeVar("Rows", bound=npt.NDArray[np.integer])
 
 PRICES = (1e-2, 2e-3, 4e-4, 8e-5)
 """Prices of a moved slot that are tried, in units of Phi (`polish`), from dear to cheap."""
@@ -98,6 +100,27 @@ def keep_slots(previous: IntArray, placed: IntArray, ep_size: int) -> IntArray:
         coming = iter(left)
         result[row] = [next(coming) if expert < 0 else expert for expert in kept]
     return result.reshape(layers, slots)
+
+
+def without_twins(rows: Rows, loads: IntArray, ep_size: int) -> Rows:
+    """The placement [L, P] with each second copy of an expert on a rank replaced by what the rank lacks and needs most.
+
+    The reference and vLLM's policy make such copies, which serve nothing; `loads` [L, E] says what is needed.
+    """
+    mended = rows.copy()
+    per_rank = rows.shape[1] // ep_size
+    by_rank = np.sort(rows.reshape(len(rows), ep_size, per_rank), -1)
+    for layer, rank in np.unique(np.argwhere(by_rank[..., 1:] == by_rank[..., :-1])[:, :2], axis=0):
+        copies = np.bincount(mended[layer], minlength=loads.shape[1])
+        slots = mended[layer, rank * per_rank : (rank + 1) * per_rank]
+        for slot in range(per_rank):
+            if (slots[:slot] == slots[slot]).any():
+                share = loads[layer] / copies
+                share[slots] = -1.0
+                copies[slots[slot]] -= 1
+                slots[slot] = share.argmax()
+                copies[slots[slot]] += 1
+    return mended
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from eplb_cli.errors import LoadsError
 from eplb_cli.loads import ExpertLoads
 from eplb_cli.metrics import balancedness
 from eplb_cli.placement import Placement
+from eplb_cli.planner.moves import without_twins
 from eplb_cli.planner.plan import make_plan
 from eplb_cli.planner.request import PlanRequest
 
@@ -64,7 +65,7 @@ class Rebalancer:
         self._ring.append(loads)
         counts = _fading(self._ring)
         layers = np.arange(len(live), dtype=np.int32)
-        start = Placement(_without_twins(live, counts.sum(0), self.ep_size), layers, loads.shape[1], self.ep_size)
+        start = Placement(without_twins(live, counts.sum(0), self.ep_size), layers, loads.shape[1], self.ep_size)
         most = live.size
         if self.starts_planned:
             most = max(1, live.size // 20) if self.max_moves is None else self.max_moves
@@ -100,27 +101,6 @@ def _fading(ring: Sequence[IntArray]) -> IntArray:
     younger = RING_WINDOWS - np.arange(len(ring), 0, -1)
     counted: IntArray = np.stack(ring) << (younger // FADING_WINDOWS)[:, None, None]
     return counted
-
-
-def _without_twins(rows: Rows, loads: IntArray, ep_size: int) -> Rows:
-    """The placement with each second copy of an expert on a rank replaced by what the rank lacks and needs most.
-
-    vLLM's policy makes such copies, which serve nothing; the planner would place their layers anew, and move much.
-    """
-    mended = rows.copy()
-    per_rank = rows.shape[1] // ep_size
-    by_rank = np.sort(rows.reshape(len(rows), ep_size, per_rank), -1)
-    for layer, rank in np.unique(np.argwhere(by_rank[..., 1:] == by_rank[..., :-1])[:, :2], axis=0):
-        copies = np.bincount(mended[layer], minlength=loads.shape[1])
-        slots = mended[layer, rank * per_rank : (rank + 1) * per_rank]
-        for slot in range(per_rank):
-            if (slots[:slot] == slots[slot]).any():
-                share = loads[layer] / copies
-                share[slots] = -1.0
-                copies[slots[slot]] -= 1
-                slots[slot] = share.argmax()
-                copies[slots[slot]] += 1
-    return mended
 
 
 def _within(most: int, old: Rows, new: Rows, gain: npt.NDArray[np.float64]) -> Rows:
