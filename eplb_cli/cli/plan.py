@@ -135,11 +135,11 @@ def plan(
     import time
 
     from eplb_cli.checkpoint import Model
+    from eplb_cli.cli.explain import explain_layer
     from eplb_cli.console import Console
     from eplb_cli.errors import UsageError
     from eplb_cli.files import refuse_existing
     from eplb_cli.planner import make_plan
-    from eplb_cli.planner.explain import explain_layer
 
     console = Console(output_format)
     if check is not None:
