@@ -169,8 +169,9 @@ class _Proposals:
         a, b = self.expert[..., None], self.other_expert[..., None]
         first, second = self.first[..., None], self.second[..., None]
         before_a, before_b = held[layer, self.expert], held[layer, self.other_expert]
-        holds_a = np.where(at, first == a, np.where(at_other, second == a, before_a))
-        holds_b = np.where(at, first == b, np.where(at_other, second == b, before_b))
+        # The first slot held a, so there b can only come: its rank may hold b in another slot. And the other way round.
+        holds_a = np.where(at, first == a, before_a | (at_other & (second == a)))
+        holds_b = np.where(at_other, second == b, before_b | (at & (first == b)))
         new_twin = (before_a & at_other & (second == a)).any(-1) | (before_b & at & (first == b)).any(-1)
         possible = (self.rank != self.other_rank) & ~new_twin & holds_a.any(-1) & holds_b.any(-1)
         return holds_a, holds_b, possible
