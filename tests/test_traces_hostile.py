@@ -260,3 +260,14 @@ def test_a_window_of_as_many_tokens_as_fit_is_read(tmp_path: Path) -> None:
     document = {"counts": poisson(2, 3, 8).tolist(), "tokens": [3, (1 << 48) - 1]}
     (tmp_path / "counts.json").write_text(json.dumps(document))
     assert read_traces([tmp_path / "counts.json"], ReadOptions(MODEL)).loads.tokens.tolist() == [3, (1 << 48) - 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [((4294967296, 0, 256), "must have layers and columns"), ((2**62, 8, 0), "only plain arrays are read")],
+)
+def test_an_axis_of_no_length_hides_no_endless_one(tmp_path: Path, shape: tuple[int, ...], words: str) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    (tmp_path / "ids.npy").write_bytes(header.getvalue())
+    refuse(tmp_path / "ids.npy", words)

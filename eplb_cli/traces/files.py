@@ -110,7 +110,8 @@ def read_array_header(stream: BinaryIO, name: str) -> ArrayHeader:
         dtype.kind == "V"
         or not dtype.itemsize
         or any(size < 0 for size in shape)
-        or math.prod(shape) * dtype.itemsize >= 2**62
+        # An axis of no length must not hide another that is beyond all arrays.
+        or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**62
     ):
         raise TraceError(f"is {shown(str(dtype))} {shown(list(shape))}", file=name, rule="only plain arrays are read")
     return ArrayHeader(shape, fortran_order, dtype, offset + length)

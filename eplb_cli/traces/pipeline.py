@@ -512,6 +512,8 @@ def _check_axis(block: Block) -> None:
             file=block.file,
             rule="three axes are expected, the second of them the layers",
         )
+    if 0 in array.shape[1:]:
+        raise TraceError(f"holds an array {list(array.shape)}", file=block.file, rule="it must have layers and columns")
 
 
 def _profile(

@@ -8,6 +8,7 @@ import random
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,10 @@ class Raw(bytes):
     """Text that stands in the JSON as it is."""
 
 
+NO_LONGER_SO = (zipfile.BadZipFile, zlib.error, struct.error)
+"""What reading a mutated container ends in."""
+
+
 def mutate(content: bytes, rng: random.Random) -> bytes:
     """One mutation that suits the content, or one of plain bytes."""
     kinds: list[Callable[[bytes, random.Random], bytes]] = [_bytes, _numbers]
@@ -47,7 +52,15 @@ def mutate(content: bytes, rng: random.Random) -> bytes:
         kinds = [_numbers, _lines, _cells, _bytes]
     try:
         return rng.choice(kinds)(content, rng)
-    except (ValueError, RecursionError, zipfile.BadZipFile, struct.error, OverflowError, NotImplementedError):
+    except (
+        ValueError,
+        RecursionError,
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
+        OverflowError,
+        NotImplementedError,
+    ):
         return _bytes(content, rng)  # a second mutation of what no longer is what it was
 
 
