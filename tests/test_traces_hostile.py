@@ -271,3 +271,21 @@ def test_an_axis_of_no_length_hides_no_endless_one(tmp_path: Path, shape: tuple[
     np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
     (tmp_path / "ids.npy").write_bytes(header.getvalue())
     refuse(tmp_path / "ids.npy", words)
+
+
+@pytest.mark.parametrize("key", ["9" * 5000, "\u00b2", "1234567890"])
+@pytest.mark.parametrize("place", ["layer", "expert"])
+def test_keys_that_are_no_layer_or_expert_are_refused(tmp_path: Path, key: str, place: str) -> None:
+    row = {str(expert): 5 for expert in range(7)}
+    document = {"1": {**row, "7": 5}, "2": {**row, "7": 5}, "3": {**row, "7": 5}}
+    if place == "layer":
+        document[key] = document.pop("3")
+    else:
+        document["3"] = {**row, key: 5}
+    (tmp_path / "heat.json").write_text(json.dumps(document))
+    refuse(tmp_path / "heat.json", f"an? {place} is ")
+
+
+def test_times_are_no_numbers(tmp_path: Path) -> None:
+    np.savez(tmp_path / "ids.npz", topk_ids=np.zeros((5, 3, 2), "M8[s]"))
+    refuse(tmp_path / "ids.npz", "only plain arrays are read")

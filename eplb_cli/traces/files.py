@@ -107,7 +107,7 @@ def read_array_header(stream: BinaryIO, name: str) -> ArrayHeader:
     if dtype.hasobject:
         raise TraceError("holds pickled Python objects", file=name, rule="only plain arrays are read")
     if (
-        dtype.kind == "V"
+        dtype.kind in "VmM"
         or not dtype.itemsize
         or any(size < 0 for size in shape)
         # An axis of no length must not hide another that is beyond all arrays.

@@ -15,7 +15,7 @@ import numpy as np
 from eplb_cli.errors import TraceError
 from eplb_cli.traces.counts import json_matrix
 from eplb_cli.traces.files import Container, TraceFile
-from eplb_cli.traces.numbers import whole_number
+from eplb_cli.traces.numbers import number_of_key, whole_number
 from eplb_cli.traces.protocol import (
     MOST_EXPERTS,
     CountBlock,
@@ -54,7 +54,9 @@ class SaliencyReader:
         """One window a file."""
         for file in recording.files:
             document = file.document
-            layers = {int(key): value["cnt"] for key, value in document["layers"].items()}
+            layers = {
+                number_of_key(key, "a layer", file.name): value["cnt"] for key, value in document["layers"].items()
+            }
             counts = json_matrix([layers[layer] for layer in sorted(layers)], file.name)
             told = document.get("n_expert")
             if told is not None and told != counts.shape[1]:
@@ -94,11 +96,12 @@ class HeatMapReader:
     def read(self, recording: Recording) -> Iterator[CountBlock]:
         """One window a file."""
         for file in recording.files:
-            entries = [
-                (int(layer), int(expert), _whole(count, file, int(layer), int(expert)))
-                for layer, row in file.document.items()
-                for expert, count in row.items()
-            ]
+            entries = []
+            for layer_key, row in file.document.items():
+                layer = number_of_key(layer_key, "a layer", file.name)
+                for expert_key, count in row.items():
+                    expert = number_of_key(expert_key, "an expert", file.name)
+                    entries.append((layer, expert, _whole(count, file, layer, expert)))
             counts, axis = dense_counts(entries, recording.options.need_num_experts(file.name), file.name)
             yield CountBlock(counts, axis, file.name, space=Space.logical)
 

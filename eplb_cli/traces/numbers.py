@@ -10,7 +10,7 @@ import numpy.typing as npt
 from eplb_cli.errors import TraceError
 from eplb_cli.untrusted import shown
 
-__all__ = ["fold_physical", "integral_counts", "whole_number"]
+__all__ = ["fold_physical", "integral_counts", "number_of_key", "whole_number"]
 
 MOST = 1 << 62
 """Largest step, token or other number of a recording: sums of two still fit in 64 bits."""
@@ -27,6 +27,17 @@ def whole_number(value: object, what: str, file: str, *, row: int | None = None,
     if type(value) is not int or not 0 <= value <= most:
         raise TraceError(f"{what} is {shown(value)}", file=file, row=row, rule=f"a whole number 0..{most} is expected")
     return value
+
+
+def number_of_key(key: str, what: str, file: str) -> int:
+    """The layer or expert that a key of JSON is.
+
+    Raises:
+        TraceError: it is no number, or one of more than nine digits.
+    """
+    if not (key.isascii() and key.isdigit() and len(key) <= 9):
+        raise TraceError(f"{what} is {shown(key)}", file=file, rule="a whole number of at most nine digits is expected")
+    return int(key)
 
 
 def integral_counts(counts: npt.NDArray[Any], layer_ids: npt.NDArray[np.int64], file: str) -> npt.NDArray[np.int64]:
