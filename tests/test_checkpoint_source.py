@@ -619,6 +619,7 @@ def test_dry_run_writes_nothing_and_tells_what_it_would(case: Case, eplb: Eplb, 
     told = run.json
     assert told["dry_run"] is True
     done = eplb("convert", case.source, plan, "-o", case.folder / "out", *options).json
+    assert told.keys() - done.keys() == {"dry_run", "estimate", "shards"} and done.keys() <= told.keys()
     assert {key: told[key] for key in ("layout", "files", "extra_bytes")} == {
         key: done[key] for key in ("layout", "files", "extra_bytes")
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from eplb_cli.cli import COMMANDS, main
 from eplb_cli.console import Console, OutputFormat, print_error
 from eplb_cli.errors import OutputError, PlacementError
 from eplb_cli.files import atomic_write, refuse_existing, rename_exclusive, sha256_of_file
+from tests.checkpoints import qwen3_moe, random_rows, save_plan
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,26 @@ def test_each_format_prints_its_own(
     console.result({"x": 1}, "a table")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == (out, err)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_sees_every_byte_pass_and_nobody_else_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    model = qwen3_moe()
+    source = model.save(tmp_path / "model", shards=2)
+    plan = save_plan(tmp_path / "plan.json", random_rows([1, 2], 0))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert main(["convert", str(source), str(plan), "-o", str(tmp_path / "out")]) == 0
+    size = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")) / 1000
+    shown = capsys.readouterr().err
+    assert ("converting" in shown, f"{size:.1f}/{size:.1f} kB" in shown) == (terminal, terminal)
+    assert main(["verify", str(source), str(tmp_path / "out"), "--level", "full"]) == 0
+    shown = capsys.readouterr().err
+    size = sum(len(tensor.data) for tensor in model.tensors().values()) / 1000
+    assert ("comparing" in shown, f"{size:.1f}/{size:.1f} kB" in shown) == (terminal, terminal)
 
 
 def test_the_help_page_cuts_no_command_short(

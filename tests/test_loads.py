@@ -270,8 +270,8 @@ def test_the_file_holds_the_documented_tensors(tmp_path: Path) -> None:
 
 
 def test_a_negative_load_is_named_by_layer_and_expert() -> None:
-    with pytest.raises(LoadsError, match=r"layer 7, expert 1: load is -5 in window 0; loads must be finite and >= 0"):
-        loads([[[1, -5]]], layer_ids=np.array([7], np.int32))
+    with pytest.raises(LoadsError, match=r"layer 9, expert 1: load is -5 in window 1; loads must be finite and >= 0"):
+        loads([[[0, 1], [3, 0]], [[0, 2], [0, -5]]], layer_ids=np.array([7, 9], np.int32))
 
 
 @pytest.mark.parametrize(
@@ -296,8 +296,8 @@ def test_sums_that_would_overflow_are_refused() -> None:
 
 
 def test_negative_tokens_are_refused() -> None:
-    with pytest.raises(LoadsError, match="window 0 has -4 tokens; tokens must be >= 0"):
-        loads([[[1, 2]]], tokens=np.array([-4], np.int64))
+    with pytest.raises(LoadsError, match="window 1 has -4 tokens; tokens must be >= 0"):
+        loads([[[1, 2]], [[1, 2]], [[1, 2]]], tokens=np.array([0, -4, 3], np.int64))
 
 
 def test_a_folder_is_no_profile(tmp_path: Path) -> None:

@@ -287,3 +287,11 @@ def test_files_may_be_named_by_strings(tmp_path: Path) -> None:
     saved.save(name)
     assert Placement.load(name).to_json() == saved.to_json()
     assert Placement.load(tmp_path / "plan.json").to_json() == saved.to_json()
+
+
+def test_a_figure_that_is_no_number_is_a_defect(tmp_path: Path) -> None:
+    rows = np.array([[0, 1]], np.int32)
+    plan = Placement(rows, np.array([0], np.int32), 2, 1, provenance=Provenance(balancedness={"after": float("nan")}))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        plan.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())

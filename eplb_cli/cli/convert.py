@@ -126,7 +126,7 @@ def convert(
         f"prove every byte: eplb verify {shlex.quote(model)} {shlex.quote(str(output))} --level full",
     )
     console.result(
-        {**asdict(result), "layout": layout.value},
+        asdict(result),
         *(Text(line, no_wrap=True, overflow="ignore") for line in lines),
     )
 
