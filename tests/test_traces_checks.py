@@ -32,6 +32,15 @@ def skewed(total: float) -> ExpertLoads:
     return loads_of(np.random.default_rng(1).poisson(total * weights / weights.sum(1, keepdims=True))[None])
 
 
+@pytest.mark.parametrize(("more", "told"), [(0, False), (4, False), (1, True)])
+def test_assignments_that_top_k_does_not_divide_are_told(tmp_path: Path, more: int, told: bool) -> None:
+    counts = np.full((1, 2, 16), 250)
+    counts[0, 1, 3] += more
+    np.save(tmp_path / "a.npy", counts)
+    warnings = read_traces([tmp_path / "a.npy"], ReadOptions(MODEL)).loads.warnings
+    assert ("assignments are not a multiple of top-k 4 in every layer" in warnings) == told
+
+
 def test_few_tokens_promise_more_than_they_hold() -> None:
     found = expected_loss(skewed(400))
     assert found is not None
