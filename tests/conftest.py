@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from eplb_cli.cli import main
 from tests.ground_rules import (  # noqa: F401 - hooks and a fixture for every test
@@ -28,6 +29,10 @@ from tests.tiny_models import (  # noqa: F401 - session fixtures for every test
     tiny_qwen3_moe_fused,
 )
 from tests.vllm_cpu.engine import engines, vllm_models  # noqa: F401
+
+# A busy machine is no defect.
+settings.register_profile("eplb", deadline=None)
+settings.load_profile("eplb")
 
 # A shell's background job ignores SIGINT, and so would every process that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

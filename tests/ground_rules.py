@@ -26,7 +26,8 @@ MAY_SKIP = {
 """Reasons of skips that CI accepts, with the reason why."""
 
 LACKS = {
-    "vllm": r"vLLM is not installed|vLLM's CPU build is not installed|could not import '(vllm|triton)",
+    "vllm": r"vLLM is not installed|vLLM's CPU build is not installed|could not import '(vllm|triton)"
+    r"|module 'triton' has __version__",
     "transformers": r"could not import 'transformers'",
     "chromium": r"no chromium here",
     "filesystems": r"mkfs\.\w+ is not installed",

@@ -58,7 +58,7 @@ def test_windows_and_layers_are_bounded_one_by_one() -> None:
     assert least_shares(counts.astype(float), 8, 2).tolist() == [[1.5, 2.0], [2.5, 2.0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([(3, 2, 2), (4, 3, 2), (3, 2, 3), (3, 3, 1)]).flatmap(
         lambda sizes: st.tuples(
@@ -76,7 +76,7 @@ def test_no_placement_beats_the_bound(case: tuple[tuple[int, int, int], list[lis
             assert balancedness(rank_loads(np.array([row]), counts, ranks)) <= bound + 1e-12
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 30), min_size=4, max_size=4), min_size=1, max_size=3), st.sampled_from([2, 4]))
 def test_no_relabelling_beats_the_bound_of_the_stock_map(windows: list[list[int]], redundant: int) -> None:
     counts = np.array(windows)[:, None, :]

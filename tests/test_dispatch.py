@@ -121,7 +121,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, int]:
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_token_is_served_by_a_copy_of_its_expert(case: tuple[np.ndarray, np.ndarray, int, int]) -> None:
     row, counts, ranks, price = case
     copies = Copies.of(row, counts.shape[1], ranks)
@@ -134,7 +134,7 @@ def test_every_token_is_served_by_a_copy_of_its_expert(case: tuple[np.ndarray, n
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_step_seen_whole_is_never_slower_than_primaries_alone(case: tuple[np.ndarray, ...]) -> None:
     row, counts, ranks, price = case
     copies = Copies.of(row, counts.shape[1], ranks)
@@ -146,7 +146,7 @@ def test_a_step_seen_whole_is_never_slower_than_primaries_alone(case: tuple[np.n
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_without_a_price_the_busiest_rank_is_that_of_the_linear_program(case: tuple[np.ndarray, ...]) -> None:
     row, counts, ranks, _ = case
     experts, slots = counts.shape[1], row.shape[1]
@@ -165,7 +165,7 @@ def test_without_a_price_the_busiest_rank_is_that_of_the_linear_program(case: tu
 
 
 @given(cases(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_tokens_of_a_batch_are_split_exactly_as_the_rule_says(
     case: tuple[np.ndarray, np.ndarray, int, int], whole: bool
 ) -> None:

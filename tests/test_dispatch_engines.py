@@ -90,14 +90,14 @@ def vllm_ascend_plainly(case: Case) -> np.ndarray:
 
 
 @given(cases)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_sglang_sends_to_the_nearest_copy_and_deals_the_others(case: Case) -> None:
     chosen = chosen_slots("sglang", case.rows, case.experts, case.ranks, case.nodes, case.layer_ids)
     assert (chosen == sglang_plainly(case)).all()
 
 
 @given(cases)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_vllm_ascend_takes_the_rank_modulo_the_copies(case: Case) -> None:
     chosen = chosen_slots("vllm-ascend", case.rows, case.experts, case.ranks, case.nodes)
     assert (chosen == vllm_ascend_plainly(case)).all()
@@ -147,7 +147,7 @@ def test_vllm_ascend_by_hand() -> None:
 
 
 @given(cases, st.sampled_from(STATIC))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_shares_are_of_holders_and_sum_to_one(case: Case, rule: StaticRule) -> None:
     shares = static_shares(rule, case.rows, case.experts, case.ranks, case.nodes)
     assert np.allclose(shares.sum(2), 1)
@@ -157,7 +157,7 @@ def test_shares_are_of_holders_and_sum_to_one(case: Case, rule: StaticRule) -> N
 
 
 @given(cases, st.sampled_from(STATIC))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_usual_shares_are_exact_but_for_what_is_dealt(case: Case, rule: StaticRule) -> None:
     held = np.zeros((3, case.experts, case.ranks), bool)
     held[np.arange(3)[:, None], case.rows, np.arange(case.slots) // case.room] = True

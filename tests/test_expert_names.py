@@ -120,7 +120,7 @@ names = st.sampled_from(
 )
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=names, content=contents, layout=st.sampled_from(["stock", "physical"]))
 def test_what_a_conversion_accepts_its_proof_accepts(side: Side, name: str, content: bytes, layout: str) -> None:
     try:

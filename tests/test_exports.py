@@ -79,7 +79,7 @@ def plans(draw: st.DrawFn) -> tuple[Placement, ModelShape]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(case=plans())
 def test_what_comes_back_is_the_plan(name: str, case: tuple[Placement, ModelShape]) -> None:
     plan, model = case

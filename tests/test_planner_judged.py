@@ -77,7 +77,7 @@ def test_the_same_seed_makes_the_same_plan_and_another_one_another(rule: StaticR
     shape=st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 2)]),
     rule=st.sampled_from(["sglang", "vllm-ascend"]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_no_plan_is_worse_than_the_windows_plan_or_the_references(
     seed: int, shape: tuple[int, int], rule: StaticRule
 ) -> None:

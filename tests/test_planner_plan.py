@@ -31,7 +31,7 @@ def traffic(windows: int = 12, layers: int = 3, experts: int = 16, seed: int = 0
     return loads_from(rng.poisson(1000 * rates))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(2, 12),
     st.integers(1, 6),

@@ -84,7 +84,7 @@ def test_second_moments_are_exact_whatever_the_order_of_summation() -> None:
     np.testing.assert_allclose(first.sum((1, 2)), 1.0, atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 9), st.integers(2, 6), st.integers(0, 20), st.integers(0, 99))
 def test_packing_never_makes_twins_and_fills_every_rank(experts: int, ranks: int, more: int, seed: int) -> None:
     slots = experts + -experts % ranks + ranks * more
@@ -161,7 +161,7 @@ def test_one_slot_a_rank_searches_the_copies_too() -> None:
     assert exact_peaks(searched, counts, 12).sum() < exact_peaks(greedy, counts, 12).sum() - 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from([(4, 8, 32), (4, 4, 32), (8, 8, 24), (2, 2, 6), (3, 9, 6), (8, 8, 8)]),
     st.sampled_from([1, 2, 12]),

@@ -110,7 +110,7 @@ def test_another_seed_draws_another_search() -> None:
     assert len(maps) == 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_every_shape_has_every_expert_no_twins_and_a_bound_that_holds(data: st.DataObject) -> None:
     ranks, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 9))

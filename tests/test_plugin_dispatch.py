@@ -95,13 +95,13 @@ def choose(case: Case, layer: Layer) -> np.ndarray:
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_torch_chooses_as_the_plain_rule(case: Case) -> None:
     assert choose(case, case.layer()).tolist() == case.expected().tolist()
 
 
 @given(cases())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_each_real_token_is_counted_once_and_padding_never(case: Case) -> None:
     layer = case.layer()
     slots = choose(case, layer)[: case.real]
@@ -175,7 +175,7 @@ def test_a_map_that_is_changed_in_place_is_used_at_once() -> None:
 
 
 @given(cases(), st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_digest_differs_when_one_id_does(case: Case, seed: int) -> None:
     rng = np.random.default_rng(seed)
     other = case.ids.copy()
@@ -234,7 +234,8 @@ def test_the_first_steps_are_compared_and_then_every_hundredth() -> None:
 
 def in_triton(**environment: str) -> subprocess.CompletedProcess[str]:
     """Runs `tests.triton_cases` in a process of its own."""
-    pytest.importorskip("triton")
+    # The interpreter of releases older than any vLLM's that the plugin is for lacks what the kernels use.
+    pytest.importorskip("triton", minversion="3.5")
     return subprocess.run(
         [sys.executable, "-m", "tests.triton_cases"],
         capture_output=True,

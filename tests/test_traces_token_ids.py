@@ -53,7 +53,7 @@ def test_counts_equal_the_plain_loop(tmp_path: Path, dtype: object) -> None:
     assert (loads.tokens.sum(), loads.top_k, loads.model) == (30, 2, "Qwen3MoeForCausalLM")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(np.int8, 200, 5, [], 0)
 @example(np.uint8, 128, 5, [(60, 70), (100, 200)], 0)
 @given(
