@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tempfile
 import time
 import uuid
@@ -154,13 +155,23 @@ def mounts_below(folder: Path, mounts: str) -> list[str]:
 def _unused(segments: set[Path]) -> set[Path]:
     """Of these segments of shared memory, those that no process has mapped: other programs run, too.
 
-    Folders there are no segments: a fuzzing run keeps its cases in one, perhaps beside these tests.
+    Told by inode: a semaphore is mapped under the name that it had before it got its own. Folders there are no
+    segments: a fuzzing run keeps its cases in one, perhaps beside these tests.
     """
-    segments = {path for path in segments if not path.is_dir()}
+    found = {}
+    for path in segments:
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            found[f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", str(status.st_ino)] = path
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text()
         except OSError:
             continue
-        segments = {path for path in segments if str(path) not in text}
-    return segments
+        for line in text.splitlines():
+            device, inode = line.split(maxsplit=5)[3:5]
+            found.pop((device, inode), None)
+    return set(found.values())

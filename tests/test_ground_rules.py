@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ground_rules import mounts_below
+from tests.ground_rules import SHARED_MEMORY, _unused, mounts_below
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -68,6 +69,15 @@ def test_what_a_test_leaves_behind_fails(tmp_path: Path, leaves: str, said: str)
     for process in re.findall(r"process (\d+): sleep", output):
         os.kill(int(process), signal.SIGKILL)
     assert code == 1 and "1 passed, 1 error" in output and said in output
+
+
+def test_a_semaphore_that_another_process_uses_is_nobodys_to_remove() -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    lock = multiprocessing.get_context("spawn").Lock()
+    made = {path for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith("sem.mp-")}
+    assert made
+    assert not _unused(made) & {path for path in made if path.exists()}
+    del lock
 
 
 def test_a_mount_is_left_behind_when_it_lies_in_the_tests_folder(tmp_path: Path) -> None:
